@@ -46,6 +46,8 @@ WEATHER = {"name": "weather", "description": "How it is.", "input_schema": {"typ
 
 TIME = {"name": "time", "input_schema": {"type": "object"}}
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+
 server = chat_server(ServerSettings(aliases=(ALIAS,)))
 pytestmark = pytest.mark.usefixtures("own_format")
 
@@ -333,6 +335,15 @@ def test_tools_thinking_and_a_schema_reach_the_template(
     assert form.asked["variables"] == {"enable_thinking": True, "reasoning_effort": "low"}
 
 
+def test_a_tool_that_runs_on_anthropics_servers_is_left_out_and_reported(
+    server: ChatServer, client: anthropic.Anthropic
+) -> None:
+    server.use(form := ScriptedFormat([TextDelta("Hi.")], **ENDS))
+    answer = client.messages.with_raw_response.create(**HELLO, extra_body={"tools": [SEARCH, TIME]})
+    assert [tool["function"]["name"] for tool in form.asked["tools"]] == ["time"]
+    assert answer.headers["X-Ignored-Fields"] == "tools%5B0%5D"
+
+
 def test_thinking_can_be_switched_off_and_is_otherwise_decided_by_the_template(
     server: ChatServer, client: anthropic.Anthropic
 ) -> None:
@@ -349,7 +360,14 @@ def test_thinking_can_be_switched_off_and_is_otherwise_decided_by_the_template(
 REFUSED = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens"),
     "no tokens wanted": ({"max_tokens": 0}, "max_tokens"),
-    "a tool of Anthropic's": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    "a call of Anthropic's tool": (
+        {"tools": [SEARCH, TIME], "tool_choice": {"type": "tool", "name": "web_search"}},
+        "tool_choice",
+    ),
+    "a bad schema after Anthropic's tool": (
+        {"tools": [SEARCH, {"name": "f", "input_schema": {"type": 5}}]},
+        "tools[1].input_schema",
+    ),
     "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     "a tool without a name": ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
     "two tools of one name": ({"tools": [TIME, TIME]}, "tools[1].name"),

@@ -92,7 +92,9 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     serving.check_size(body)
     turn = await serving.prepare(message_turn(body), body, "msg_")
     builder = MessagesBuilder(body, serving.name, turn)
-    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
+    return PreparedRequest(
+        turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names, ignored=body.left_out()
+    )
 
 
 class MessagesBuilder(ResponseBuilder):
@@ -261,17 +263,21 @@ _FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
 def message_turn(body: CountTokensRequest) -> ChatTurn:
     """The conversation. Raises `InvalidRequest`."""
     body.check_stateless()
-    thinking = body.thinking
+    thinking, functions = body.thinking, body.functions()
     effort = effort_variables("output_config.effort", body.output_config.effort if body.output_config else None)
     return ChatTurn(
         _messages(body),
-        tools=body.functions(),
+        tools=[*functions.values()],
         choice=body.choice(),
         schema=body.schema(),
         variables=effort | ({"enable_thinking": thinking.type != "disabled"} if thinking else {}),
         thinking_tokens=check_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
         parse_special=body.parse_special,
-        field_names={**_FIELD_NAMES, "response_format": body.constraint_field("output_config.format")},
+        field_names={
+            **{f"tools[{i}]": field for i, field in enumerate(functions)},
+            **_FIELD_NAMES,
+            "response_format": body.constraint_field("output_config.format"),
+        },
     )
 
 

@@ -68,9 +68,10 @@ class RequestMessage(msgspec.Struct):
 
 
 class MessagesTool(msgspec.Struct):
-    """A function that the assistant may call."""
+    """A function that the assistant may call. Tools of Anthropic's own types (`web_search_20250305` ...) are left
+    out."""
 
-    name: str
+    name: str = ""
     type: str | None = None
     """Absent, or `custom`."""
     description: str | None = None
@@ -126,6 +127,8 @@ class ContextManagement(msgspec.Struct):
     edits: list[ContextEdit] | None = None
 
 
+_CUSTOM = (None, "custom")
+"""The types of tools that the client runs, with a schema."""
 _MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
@@ -166,9 +169,14 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
                 message = f"is of type {edit.type!r}, which is not supported; shorten the conversation on the client"
                 raise InvalidRequest(f"context_management.edits[{i}]", message)
 
-    def functions(self) -> list[Json]:
-        """The tools as OpenAI's objects. Raises `InvalidRequest` for tools that run on Anthropic's servers."""
-        return [_function(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or [])]
+    def functions(self) -> dict[str, Json]:
+        """The tools as OpenAI's objects, by their fields. Raises `InvalidRequest`."""
+        tools = {f"tools[{i}]": tool for i, tool in enumerate(self.tools or [])}
+        return {field: _function(field, tool) for field, tool in tools.items() if tool.type in _CUSTOM}
+
+    def left_out(self) -> tuple[str, ...]:
+        """The fields of the tools that are not used."""
+        return tuple(f"tools[{i}]" for i, tool in enumerate(self.tools or []) if tool.type not in _CUSTOM)
 
     def choice(self) -> ToolChoice:
         """`tool_choice`. Raises `InvalidRequest`."""
@@ -176,6 +184,12 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
         if wanted.type == "tool" and wanted.name is None:
             raise InvalidRequest("tool_choice.name", "is required for type tool")
         name = wanted.name if wanted.type == "tool" else None
+        for tool in self.tools or []:
+            if name and tool.name == name and tool.type not in _CUSTOM:
+                message = (
+                    f"demands {tool.type!r:.80}, which this server does not have; name a tool with an input_schema"
+                )
+                raise InvalidRequest("tool_choice", message)
         return ToolChoice(
             mode=_MODES[wanted.type], name=name, parallel=name is None and not wanted.disable_parallel_tool_use
         )
@@ -201,9 +215,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def _function(field: str, tool: MessagesTool) -> Json:
-    if tool.type not in (None, "custom"):
-        message = f"is {tool.type!r}; this server has no built-in tools: provide functions with an input_schema"
-        raise InvalidRequest(f"{field}.type", message)
+    if not tool.name:
+        raise InvalidRequest(f"{field}.name", "is required")
     if tool.input_schema is None:
         raise InvalidRequest(f"{field}.input_schema", "is required")
     function: Json = {"name": tool.name, "parameters": tool.input_schema}
