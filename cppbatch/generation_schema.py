@@ -6,17 +6,22 @@ The grammar engine does not know all keywords, and many schemas use those only i
 A schema that does not mention other properties allows any, and small models then write them until the text is cut off.
 llama.cpp and vLLM exclude them too, and clients such as instructor rely on it. The result still matches the client's
 schema. `"additionalProperties": true` allows others.
+
+The grammar engine takes `oneOf` only if it sees that no value matches two alternatives. Where types, constants or
+required properties tell, `anyOf` replaces it, and an alternative does not allow what would make another one match.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
-from cppbatch.json_schema import find
+from cppbatch.json_schema import GUIDANCE, find
 
 Json = dict[str, Any]
 
@@ -40,6 +45,9 @@ _ASSERTIONS = frozenset(
     | {"$ref", "$dynamicRef", "$recursiveRef"}
 ) - {*_DEFINITIONS}
 """The keywords that may restrict values. All others describe them."""
+_IDENTIFIERS = {*_DEFINITIONS, "$id", "id", "$anchor", "$dynamicAnchor", "$schema", GUIDANCE}
+_URI = "%#/:?@!$&'()*+,;=~"
+"""The characters of a reference that are not escaped, apart from letters and digits: Go writes `#/$defs/List[int]`."""
 _FORMATS = frozenset((
     "date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
     "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
@@ -54,6 +62,15 @@ _NOT_ENFORCED = frozenset((
     "not",
 ))  # fmt: skip
 """The keywords that the grammar engine does not know."""
+_DRAFTS = re.compile(
+    r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+)
+"""The values of `$schema` that the grammar engine knows."""
+_NAMES_OF_FORMAT = {
+    "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
+}
+"""Formats of names as patterns: those of Python's `dict[UUID, ...]` and `dict[date, ...]`."""
 _FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
 """Bounds the digits of a second's fraction: a weak model could write them forever."""
 _EXACT = 2.0**53
@@ -70,8 +87,15 @@ def generation_schema(schema: Any) -> Any:
 
 def close_objects(schema: Any) -> Any:
     """A simplified schema with `"additionalProperties": false` in each object that names properties, mentions no
-    others, and is not one of several schemas that a value must match at once. The argument is not modified."""
+    others, and is not one of several schemas that a value must match at once, and with `anyOf` for `oneOf` whose
+    alternatives exclude each other. The argument is not modified."""
     root, nodes = _copy(schema)
+    if not any("/oneOf/" in str(node.get("$ref")) for node in nodes):
+        for node in nodes:
+            _separate(node, root)
+    root, nodes = _copy(root)
+    for node in nodes:
+        _count_properties(node)
     _close(root, nodes)
     return root
 
@@ -93,6 +117,7 @@ def simplify(schema: Any) -> Any:
             is_pointed = f"/{name}/" in pointed or f"/{name}\n" in pointed
             if not is_pointed and restricts_nothing(node[name], node):
                 del node[name]
+        _spell(node, pointed)
         if has_empty:
             for _, inner, put in inner_schemas(node):
                 if _is_empty(inner):
@@ -185,7 +210,8 @@ _COLLECTING = frozenset(
 """Keywords that tell `unevaluatedProperties` and `unevaluatedItems` around them what is evaluated."""
 
 _NEUTRAL: dict[str, Callable[[Any, Json], bool]] = {
-    "uniqueItems": lambda given, _: given is False,
+    "$schema": lambda given, _: not _DRAFTS.fullmatch(str(given)),
+    "uniqueItems": lambda given, node: given is False or node.get("maxItems") in (0, 1),
     "propertyNames": _names_any,
     "unevaluatedProperties": lambda given, _: _is_neutral(given),
     "unevaluatedItems": lambda given, _: _is_neutral(given),
@@ -230,11 +256,23 @@ def _name_properties(node: Json, root: Any) -> None:
 
 def _pattern(names: Json, kept: Iterable[str]) -> str | None:
     """The regular expression of the names that match a schema; None: it has other keywords."""
+    if {*kept} == {"format"}:
+        return _NAMES_OF_FORMAT.get(str(names["format"]))
     if "pattern" in kept and {*kept} <= {"pattern", "format"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
     if {*kept} <= {"minLength", "maxLength"}:
         return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
     return None
+
+
+def _spell(node: Json, pointed: str) -> None:
+    """Escapes characters of a reference, and writes a single alternative as `allOf`, which can be merged."""
+    if "$ref" in node:
+        node["$ref"] = quote(str(node["$ref"]), safe=_URI)
+    for name in ("anyOf", "oneOf"):
+        given, parts = node.get(name), node.get("allOf", [])
+        if isinstance(given, list) and len(given) == 1 and isinstance(parts, list) and f"/{name}/" not in pointed:
+            node["allOf"] = [*parts, *node.pop(name)]
 
 
 def _bound(node: Json) -> None:
@@ -332,7 +370,11 @@ def _union(first: Json, second: Json) -> Json | None:
 
 
 def _evaluate(node: Json) -> None:
-    """Replaces keywords about what no schema beside them has named, if no schema is beside them."""
+    """Replaces keywords about what no schema beside them has named, if no schema is beside them. Drops what only
+    describes a reference: the grammar engine refuses it if the reference is circular."""
+    if "$ref" in node:
+        for name in node.keys() - _ASSERTIONS - _IDENTIFIERS:
+            del node[name]
     if not node.keys() & _APPLICATORS:
         if "unevaluatedProperties" in node:
             node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
@@ -359,6 +401,88 @@ def _agree(first: Any, second: Any) -> bool:
     if not isinstance(first, dict) or not isinstance(second, dict):
         return False
     return all(first[name] == second[name] for name in first.keys() & second.keys())
+
+
+# --- alternatives that exclude each other ----------------------------------------------------------------------------
+
+
+def _separate(node: Json, root: Any) -> None:
+    """Replaces `oneOf` by `anyOf` if its alternatives exclude each other, or do so without properties that another
+    one requires."""
+    given = node.get("oneOf")
+    if not isinstance(given, list):
+        return
+    if "type" not in node and (types := _types_of_one(given)):
+        node["type"] = types
+        del node["oneOf"]
+        return
+    alternatives = _alternatives(node, root)
+    left_out = [_left_out(i, alternatives) for i in range(len(given))]
+    for i, names in enumerate(left_out):
+        if names is None:
+            return
+        if names:
+            kept = {key: value for key, value in alternatives[i].items() if key not in _DEFINITIONS}
+            given[i] = kept | {"properties": kept.get("properties", {}) | dict.fromkeys(names, False)}
+            if "properties" in node:  # these are additional in the alternative
+                given[i].setdefault("additionalProperties", True)
+    del node["oneOf"]
+    if "anyOf" in node:
+        node["allOf"] = [*node.get("allOf", []), {"anyOf": given}]
+    else:
+        node["anyOf"] = given
+
+
+def _left_out(i: int, alternatives: list[Any]) -> list[str] | None:
+    """The properties without which a value of an alternative matches no other one; None: nothing says so."""
+    one, names = alternatives[i], []
+    for j, other in enumerate(alternatives):
+        if i == j or _exclude_each_other(one, other):
+            continue
+        if not isinstance(one, dict) or not isinstance(other, dict) or _OBJECT not in (_kinds(one), _kinds(other)):
+            return None
+        ours, theirs = one.get("properties", {}), other.get("properties", {})
+        if _is_closed(other) and any(name not in theirs for name in one.get("required", [])):
+            continue
+        unnamed = [name for name in other.get("required", []) if name not in ours]
+        if unnamed and _is_closed(one):
+            continue
+        free = [name for name in unnamed if name not in one.get("required", [])]
+        if not free or not _APPLICATORS.isdisjoint(one):
+            return None
+        names.append(free[0])
+    return names
+
+
+def _types_of_one(alternatives: list[Any]) -> list[str]:
+    """The types of the values that match one of `{}` and others that are only types: NJsonSchema writes
+    `[{}, {"type": "null"}]`. Empty: the alternatives are not these."""
+    named = [_kinds(each) for each in alternatives if isinstance(each, dict) and _ASSERTIONS & each.keys() == {"type"}]
+    excluded = frozenset[str]().union(*named)
+    if len(alternatives) != len(named) + 1 or "number" in excluded or not any(map(_is_neutral, alternatives)):
+        return []
+    return [kind for kind in ("object", "array", "string", "number", "boolean", "null") if kind not in excluded]
+
+
+def _is_closed(schema: Json) -> bool:
+    return schema.get("additionalProperties") is False and "patternProperties" not in schema
+
+
+def _count_properties(node: Json) -> None:
+    """Replaces the number of properties by what the grammar engine knows, if the schema names them all."""
+    counted = {"minProperties", "maxProperties", *(("additionalProperties",) if _is_closed(node) else ())}
+    if not _names_all_properties({key: value for key, value in node.items() if key not in counted}):
+        return
+    required = {*node.get("required", [])}
+    named = [name for name, each in node["properties"].items() if each is not False]
+    least, most = node.get("minProperties"), node.get("maxProperties")
+    if isinstance(most, int) and most >= len(named):
+        del node["maxProperties"]
+    if isinstance(least, int) and least <= len(required.intersection(named)):
+        del node["minProperties"]
+    elif least == 1 and named and "anyOf" not in node:
+        del node["minProperties"]
+        node["anyOf"] = [{"required": [name]} for name in named]
 
 
 # --- closed objects --------------------------------------------------------------------------------------------------
@@ -389,12 +513,40 @@ def _close(root: Any, nodes: list[Json]) -> None:
 
 def _combines(part: Json, root: Any) -> bool:
     """Includes `oneOf` whose alternatives do not exclude each other: open ones may not do so when closed."""
-    if not _COMBINE.isdisjoint(part) or len(_COMBINE_IF_TWO & part.keys()) > 1:
+    two = _COMBINE_IF_TWO & part.keys()
+    if not _COMBINE.isdisjoint(part) or (
+        len(two) > 1 and not (two == {"properties", "anyOf"} and _only_requires(part))
+    ):
         return True
     if "oneOf" not in part or "discriminator" in part:
         return False
-    alternatives = [_resolve_all(each, root) for each in part["oneOf"]] if isinstance(part["oneOf"], list) else []
-    return not all(_exclude_each_other(*pair) for pair in itertools.combinations(alternatives, 2))
+    return not all(_exclude_each_other(*pair) for pair in itertools.combinations(_alternatives(part, root), 2))
+
+
+def _only_requires(part: Json) -> bool:
+    """Whether the alternatives of `anyOf` say nothing but which of the properties are required or left out."""
+    known, alternatives = part["properties"], part["anyOf"]
+    return isinstance(alternatives, list) and all(
+        isinstance(each, dict)
+        and _ASSERTIONS & each.keys() <= {"type", "required", "properties", "additionalProperties"}
+        and each.get("additionalProperties", True) is True
+        and not any(each.get("properties", {}).values())
+        and all(name in known for name in (*each.get("required", []), *each.get("properties", {})))
+        for each in alternatives
+    )
+
+
+def _alternatives(part: Json, root: Any) -> list[Any]:
+    """The alternatives of `oneOf`, each with the type of the schema around it unless it has its own. Those that are
+    only references are resolved."""
+    given = part["oneOf"] if isinstance(part["oneOf"], list) else []
+    around = {"type": part["type"]} if "type" in part else {}
+    resolved = [_resolve_all(each, root) if _is_reference(each) else each for each in given]
+    return [{**around, **each} if isinstance(each, dict) else each for each in resolved]
+
+
+def _is_reference(schema: Any) -> bool:
+    return isinstance(schema, dict) and _ASSERTIONS & schema.keys() == {"$ref"}
 
 
 def _resolve_all(schema: Any, root: Any) -> Any:
@@ -416,7 +568,7 @@ def _exclude_each_other(first: Any, second: Any) -> bool:
     if values[0] is not None and values[1] is not None:
         return values[0].isdisjoint(values[1])
     ours, theirs = _discriminators(first), _discriminators(second)
-    return any(ours[name].isdisjoint(theirs[name]) for name in ours.keys() & theirs.keys())
+    return _OBJECT in kinds and any(ours[name].isdisjoint(theirs[name]) for name in ours.keys() & theirs.keys())
 
 
 def _kinds(schema: Json) -> frozenset[str]:
@@ -428,6 +580,7 @@ def _kinds(schema: Json) -> frozenset[str]:
     return frozenset("number" if kind == "integer" else str(kind) for kind in kinds)
 
 
+_OBJECT = frozenset(("object",))
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 """The type of a JSON text by its first character."""
 

@@ -22,7 +22,7 @@ from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.generation_schema import generation_schema, inner_schemas, not_enforced
-from cppbatch.json_schema import GUIDANCE, has_finite_instance
+from cppbatch.json_schema import GUIDANCE, find, has_finite_instance
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -109,29 +109,43 @@ class GrammarCompiler:
             except RecursionError:
                 return "is nested too deeply"
         compiled = self._try(field, text, checker)
-        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(("#", _TOO_COMPLEX)):
-            return f"{self._place(json.loads(text), checker)}: {compiled}"
+        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(_TOO_COMPLEX):
+            reason = _PLACE.sub("", compiled)
+            return f"{self._place(schema, reason, checker)}: {reason}"
         if isinstance(compiled, str) and field == "grammar" and (opened := self._open_arguments(text, checker)) != text:
             compiled = self._try(field, opened, checker)
         return compiled
 
-    def _place(self, schema: Any, checker: GrammarChecker) -> str:
-        """The place of the innermost part of a schema that does not compile."""
+    def _place(self, schema: Any, reason: str, checker: GrammarChecker) -> str:
+        """The keyword for which a schema does not compile, in the innermost part that does not."""
         definitions = {
             key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema
         }
+
+        def compiles(part: Any) -> bool:
+            alone = {**definitions, **part} if isinstance(part, dict) else part
+            error = self._try("json_schema", json.dumps(generation_schema(alone)), checker)
+            missing = _MISSING.search(error) if isinstance(error, str) else None
+            return not isinstance(error, str) or (missing is not None and find(schema, f"#{missing[1]}") is not None)
+
         place, part, left = "#", schema, _MAX_PLACES
         while True:
             parts = [(path, inner) for path, inner, _ in inner_schemas(part)] if isinstance(part, dict) else []
             for path, inner in parts[:left]:
                 left -= 1
-                alone = {**definitions, **inner} if isinstance(inner, dict) else inner
-                reason = self._try("json_schema", json.dumps(alone), checker)
-                if isinstance(reason, str) and "Pointer" not in reason:  # a reference to what is not a definition
+                if not compiles(inner):
                     place, part = f"{place}/{path}", inner
                     break
             else:
-                return place
+                break
+        for keyword in (
+            sorted(part, key=lambda name: (not reason.startswith(name), name == "type"))
+            if isinstance(part, dict)
+            else ()
+        ):
+            if compiles({name: value for name, value in part.items() if name != keyword}):
+                return f"{place}/{keyword}"
+        return place
 
     def _open_arguments(self, text: str, checker: GrammarChecker) -> str:
         """The grammar with any JSON for arguments of tools whose schemas do not compile (`OF_TOOL`)."""
@@ -182,6 +196,8 @@ def _grammar(params: SamplingParams) -> tuple[str, str] | None:
     return ("grammar", params.lazy_grammar.grammar) if params.lazy_grammar else None
 
 
+_PLACE = re.compile(r"^#[^:]*: ")
+_MISSING = re.compile(r"Pointer '(.*)' does not exist")
 _ARGUMENTS = re.compile(rf"(?P<rule>rule_\d+: %json )(?P<schema>.*){re.escape(OF_TOOL)}(?P<tool>[\w-]+)")
 
 
@@ -196,7 +212,7 @@ def _unknown_keyword(field: str, text: str, error: str) -> str | None:
 
 def _short_reason(error: str) -> str:
     """llguidance's error message without its markers and its parser's state."""
-    reason = re.split(r"<state>|<non-verbose/>", error)[0].strip()
+    reason = re.split(r"<state>|<non-verbose/>|\n  while processing", error)[0].strip()
     if reason.startswith("NoExtension"):
         return "no text can match this"
     return (reason if len(reason) <= 500 else reason[:500] + " ...") or "llguidance gave no reason"
