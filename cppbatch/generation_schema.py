@@ -154,7 +154,8 @@ def inner_schemas(part: Json) -> Iterator[tuple[str, Any, Callable[[Any], None]]
     """The schemas in a schema: their places, the schemas, and what replaces them. Definitions come first."""
     for name in _MAPS:
         if isinstance(inner := part.get(name), dict):
-            yield from ((f"{name}/{key}", each, partial(inner.__setitem__, key)) for key, each in inner.items())
+            for key, each in inner.items():
+                yield f"{name}/{key.replace('~', '~0').replace('/', '~1')}", each, partial(inner.__setitem__, key)
     for name in _LISTS:
         if isinstance(inner := part.get(name), list):
             yield from ((f"{name}/{i}", each, partial(inner.__setitem__, i)) for i, each in enumerate(inner))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -118,34 +119,29 @@ class GrammarCompiler:
 
     def _place(self, schema: Any, reason: str, checker: GrammarChecker) -> str:
         """The keyword for which a schema does not compile, in the innermost part that does not."""
-        definitions = {
-            key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema
-        }
+        if not isinstance(schema, dict):
+            return "#"
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
-        def compiles(part: Any) -> bool:
-            alone = {**definitions, **part} if isinstance(part, dict) else part
-            error = self._try("json_schema", json.dumps(generation_schema(alone)), checker)
+        def compiles(part: dict[str, Any]) -> bool:
+            error = self._try("json_schema", json.dumps(generation_schema({**definitions, **part})), checker)
             missing = _MISSING.search(error) if isinstance(error, str) else None
             return not isinstance(error, str) or (missing is not None and find(schema, f"#{missing[1]}") is not None)
 
         place, part, left = "#", schema, _MAX_PLACES
         while True:
-            parts = [(path, inner) for path, inner, _ in inner_schemas(part)] if isinstance(part, dict) else []
+            parts = [(path, inner) for path, inner, _ in inner_schemas(part)]
             for path, inner in parts[:left]:
                 left -= 1
-                if not compiles(inner):
+                if isinstance(inner, dict) and not compiles(inner):
                     place, part = f"{place}/{path}", inner
                     break
             else:
                 break
-        for keyword in (
-            sorted(part, key=lambda name: (not reason.startswith(name), name == "type"))
-            if isinstance(part, dict)
-            else ()
-        ):
-            if compiles({name: value for name, value in part.items() if name != keyword}):
-                return f"{place}/{keyword}"
-        return place
+        keywords = sorted(part, key=lambda name: (not reason.startswith(name), name == "type"))
+        heals = (name for name in keywords if compiles({key: part[key] for key in part if key != name}))
+        fails = (name for name in keywords if not compiles({name: part[name]}))
+        return f"{place}/{next(itertools.chain(heals, fails, keywords))}"
 
     def _open_arguments(self, text: str, checker: GrammarChecker) -> str:
         """The grammar with any JSON for arguments of tools whose schemas do not compile (`OF_TOOL`)."""
