@@ -144,7 +144,7 @@ def not_enforced(schema: Any) -> str | None:
         for keyword in part:
             if keyword in _NOT_ENFORCED:
                 return f"{place}/{keyword}: {keyword} is not supported"
-        if (name := part.get("format")) in _FORMATS - _ENFORCED_FORMATS:
+        if isinstance(name := part.get("format"), str) and name in _FORMATS - _ENFORCED_FORMATS:
             return f"{place}/format: the format {name!r} is not supported"
         waiting += reversed([(f"{place}/{path}", each) for path, each, _ in inner_schemas(part)])
     return None
@@ -268,8 +268,8 @@ def _pattern(names: Json, kept: Iterable[str]) -> str | None:
 
 def _spell(node: Json, pointed: str) -> None:
     """Escapes characters of a reference, and writes a single alternative as `allOf`, which can be merged."""
-    if "$ref" in node:
-        node["$ref"] = quote(str(node["$ref"]), safe=_URI)
+    if isinstance(reference := node.get("$ref"), str):
+        node["$ref"] = quote(reference, safe=_URI)
     for name in ("anyOf", "oneOf"):
         given, parts = node.get(name), node.get("allOf", [])
         if isinstance(given, list) and len(given) == 1 and isinstance(parts, list) and f"/{name}/" not in pointed:
@@ -410,8 +410,8 @@ def _agree(first: Any, second: Any) -> bool:
 def _separate(node: Json, root: Any) -> None:
     """Replaces `oneOf` by `anyOf` if its alternatives exclude each other, or do so without properties that another
     one requires."""
-    given = node.get("oneOf")
-    if not isinstance(given, list):
+    given, parts = node.get("oneOf"), node.get("allOf", [])
+    if not isinstance(given, list) or not isinstance(parts, list):
         return
     if "type" not in node and (types := _types_of_one(given)):
         node["type"] = types
@@ -419,17 +419,17 @@ def _separate(node: Json, root: Any) -> None:
         return
     alternatives = _alternatives(node, root)
     left_out = [_left_out(i, alternatives) for i in range(len(given))]
+    if None in left_out:
+        return
     for i, names in enumerate(left_out):
-        if names is None:
-            return
         if names:
             kept = {key: value for key, value in alternatives[i].items() if key not in _DEFINITIONS}
-            given[i] = kept | {"properties": kept.get("properties", {}) | dict.fromkeys(names, False)}
+            given[i] = kept | {"properties": _properties(kept) | dict.fromkeys(names, False)}
             if "properties" in node:  # these are additional in the alternative
                 given[i].setdefault("additionalProperties", True)
     del node["oneOf"]
     if "anyOf" in node:
-        node["allOf"] = [*node.get("allOf", []), {"anyOf": given}]
+        node["allOf"] = [*parts, {"anyOf": given}]
     else:
         node["anyOf"] = given
 
@@ -442,13 +442,12 @@ def _left_out(i: int, alternatives: list[Any]) -> list[str] | None:
             continue
         if not isinstance(one, dict) or not isinstance(other, dict) or _OBJECT not in (_kinds(one), _kinds(other)):
             return None
-        ours, theirs = one.get("properties", {}), other.get("properties", {})
-        if _is_closed(other) and any(name not in theirs for name in one.get("required", [])):
+        if _is_closed(other) and any(name not in _properties(other) for name in _required(one)):
             continue
-        unnamed = [name for name in other.get("required", []) if name not in ours]
+        unnamed = [name for name in _required(other) if name not in _properties(one)]
         if unnamed and _is_closed(one):
             continue
-        free = [name for name in unnamed if name not in one.get("required", [])]
+        free = [name for name in unnamed if name not in _required(one)]
         if not free or not _APPLICATORS.isdisjoint(one):
             return None
         names.append(free[0])
@@ -469,12 +468,21 @@ def _is_closed(schema: Json) -> bool:
     return schema.get("additionalProperties") is False and "patternProperties" not in schema
 
 
+def _properties(schema: Json) -> Json:
+    return given if isinstance(given := schema.get("properties"), dict) else {}
+
+
+def _required(schema: Json) -> list[str]:
+    given = schema.get("required")
+    return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+
+
 def _count_properties(node: Json) -> None:
     """Replaces the number of properties by what the grammar engine knows, if the schema names them all."""
     counted = {"minProperties", "maxProperties", *(("additionalProperties",) if _is_closed(node) else ())}
     if not _names_all_properties({key: value for key, value in node.items() if key not in counted}):
         return
-    required = {*node.get("required", [])}
+    required = {*_required(node)}
     named = [name for name, each in node["properties"].items() if each is not False]
     least, most = node.get("minProperties"), node.get("maxProperties")
     if isinstance(most, int) and most >= len(named):
@@ -526,13 +534,13 @@ def _combines(part: Json, root: Any) -> bool:
 
 def _only_requires(part: Json) -> bool:
     """Whether the alternatives of `anyOf` say nothing but which of the properties are required or left out."""
-    known, alternatives = part["properties"], part["anyOf"]
+    known, alternatives = _properties(part), part["anyOf"]
     return isinstance(alternatives, list) and all(
         isinstance(each, dict)
         and _ASSERTIONS & each.keys() <= {"type", "required", "properties", "additionalProperties"}
         and each.get("additionalProperties", True) is True
-        and not any(each.get("properties", {}).values())
-        and all(name in known for name in (*each.get("required", []), *each.get("properties", {})))
+        and not any(_properties(each).values())
+        and all(name in known for name in (*_required(each), *_properties(each)))
         for each in alternatives
     )
 
