@@ -240,7 +240,7 @@ def _name_properties(node: Json, root: Any) -> None:
     """Replaces `propertyNames` with a list or a pattern of names by what the grammar engine knows."""
     names, others = _resolve_all(node.get("propertyNames"), root), node.get("additionalProperties", True)
     plain = isinstance(node.get("properties", {}), dict) and not node.keys() & {"patternProperties", *_UNEVALUATED}
-    if not isinstance(names, dict) or not plain:
+    if not isinstance(names, dict) or not plain or "string" not in (_kinds(names) or ("string",)):
         return
     kept = _ASSERTIONS & names.keys() - {"type"}
     listed = names.get("enum", [names["const"]] if "const" in names else None)
@@ -448,7 +448,7 @@ def _left_out(i: int, alternatives: list[Any]) -> list[str] | None:
         if unnamed and _is_closed(one):
             continue
         free = [name for name in unnamed if name not in _required(one)]
-        if not free or not _APPLICATORS.isdisjoint(one):
+        if not free or "$id" in one or not _APPLICATORS.isdisjoint(one):
             return None
         names.append(free[0])
     return names

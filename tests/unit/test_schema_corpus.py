@@ -23,19 +23,20 @@ from cppbatch.json_schema import find, has_finite_instance
 _FOLDER = Path(__file__).parent.parent / "support" / "json_schemas"
 SUITE: dict[str, Any] = json.loads((_FOLDER / "suite.json").read_text("utf-8"))
 COMPILED = {
-    "suite": 0,
-    "schemars": 0,
-    "go": 0,
-    "dotnet": 0,
-    "typescript": 0,
-    "python": 0,
-    "mcp": 0,
+    "suite": 194,
+    "schemars": 132,
+    "go": 160,
+    "dotnet": 258,
+    "typescript": 387,
+    "python": 151,
+    "mcp": 267,
 }
 """The files of schemas, and how many of each compile at least."""
 
 TOKENIZER = bytes_tokenizer()
 _ENDS = [*b'"]}']
 _LONGEST = 1_000
+_TRIES = 5
 
 ANY_PATTERN = {"zod-to-json-schema emoji": r"Python's `re` does not know \p"}
 """Schemas whose patterns the validator of these tests cannot check, and why."""
@@ -73,15 +74,14 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 @pytest.mark.parametrize("family", COMPILED)
-def test_a_schema_compiles_and_a_sampled_answer_matches_it_or_its_refusal_names_the_keyword_and_its_place(
-    family: str, compiler: GrammarCompiler, record_property: Any
+def test_an_answer_matches_its_schema_or_the_schema_is_refused_with_the_keyword_and_its_place(
+    family: str, compiler: GrammarCompiler
 ) -> None:
     given = json.loads((_FOLDER / f"{family}.json").read_text("utf-8"))
     schemas = {name: each["schema"] if family == "suite" else each for name, each in given.items()}
-    n_refused, unfinished = 0, []
+    schemas = {name: schema for name, schema in schemas.items() if isinstance(schema, dict)}
+    n_refused = n_validated = 0
     for name, schema in schemas.items():
-        if not isinstance(schema, dict):
-            continue
         definition = compiled(schema)
         if definition is None:
             n_refused += 1
@@ -91,18 +91,15 @@ def test_a_schema_compiles_and_a_sampled_answer_matches_it_or_its_refusal_names_
             assert place.startswith("#"), (name, refused.value.message)
             assert keyword in find(schema, place), (name, refused.value.message)
             continue
-        text = random_text(definition, zlib.crc32(name.encode()))
-        if text is None:
-            unfinished.append(name)
-        else:
-            error = next(validator(name, schema).iter_errors(json.loads(text)), None)
-            assert error is None, (name, text, error.message)
+        seeds = (zlib.crc32(f"{name} {i}".encode()) for i in range(_TRIES))
+        text = next((text for seed in seeds if (text := random_text(definition, seed)) is not None), None)
+        assert text is not None, name
+        error = next(validator(name, schema).iter_errors(json.loads(text)), None)
+        assert error is None, (name, text, error.message)
+        n_validated += 1
     n_compiled = len(schemas) - n_refused
-    n_validated = n_compiled - len(unfinished)
-    record_property(family, [len(schemas), n_compiled, n_refused, n_validated])
     print(f"\n{family}: {len(schemas)} schemas, {n_compiled} compiled, {n_refused} refused, {n_validated} validated")
-    assert n_compiled >= COMPILED[family]
-    assert len(unfinished) <= 0.05 * n_compiled, unfinished
+    assert n_validated == n_compiled >= COMPILED[family]
 
 
 def test_a_simplified_schema_means_the_same() -> None:
