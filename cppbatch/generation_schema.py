@@ -75,6 +75,8 @@ _FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
 """Bounds the digits of a second's fraction: a weak model could write them forever."""
 _EXACT = 2.0**53
 """Doubles cannot tell larger integers apart."""
+_MAX_ALTERNATIVES = 40
+"""Of more, pairs are not compared."""
 _LARGEST = 10**17
 _SMALLEST = 1e-15
 """Bounds that the grammar engine can express."""
@@ -418,7 +420,11 @@ def _separate(node: Json, root: Any) -> None:
         del node["oneOf"]
         return
     alternatives = _alternatives(node, root)
-    left_out = [_left_out(i, alternatives) for i in range(len(given))]
+    left_out: list[list[str] | None] = []
+    if not _exclude_all(alternatives):
+        left_out = (
+            [_left_out(i, alternatives) for i in range(len(given))] if len(given) <= _MAX_ALTERNATIVES else [None]
+        )
     if None in left_out:
         return
     for i, names in enumerate(left_out):
@@ -529,7 +535,7 @@ def _combines(part: Json, root: Any) -> bool:
         return True
     if "oneOf" not in part or "discriminator" in part:
         return False
-    return not all(_exclude_each_other(*pair) for pair in itertools.combinations(_alternatives(part, root), 2))
+    return not _exclude_all(_alternatives(part, root))
 
 
 def _only_requires(part: Json) -> bool:
@@ -564,6 +570,35 @@ def _resolve_all(schema: Any, root: Any) -> Any:
             break
         schema = find(root, schema["$ref"])
     return schema
+
+
+def _exclude_all(alternatives: list[Any]) -> bool:
+    """Whether no value matches two of them. Compares pairs only where a few sets do not tell: there may be thousands
+    of alternatives."""
+    constants: list[Any] = []
+    objects: list[Any] = []
+    others: list[Any] = []
+    for each in alternatives:
+        is_object = isinstance(each, dict) and _kinds(each) == _OBJECT
+        (constants if _constants(each) is not None else objects if is_object else others).append(each)
+    named = [_discriminators(each) for each in objects]
+    shared = set[str].intersection(*(set(each) for each in named)) if named else set()
+    pairs: Iterable[tuple[Any, Any]] = itertools.combinations(alternatives, 2)
+    if _are_disjoint(map(_constants, constants)) and (
+        len(objects) < 2 or any(_are_disjoint(each[name] for each in named) for name in shared)
+    ):
+        pairs = itertools.chain(
+            itertools.combinations(others, 2),
+            itertools.product(others, constants + objects),
+            itertools.product(constants, objects),
+        )
+    compared = list(itertools.islice(pairs, _MAX_ALTERNATIVES**2 + 1))
+    return len(compared) <= _MAX_ALTERNATIVES**2 and all(_exclude_each_other(*pair) for pair in compared)
+
+
+def _are_disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
+    given = [each or frozenset() for each in sets]
+    return len(frozenset[str]().union(*given)) == sum(map(len, given))
 
 
 def _exclude_each_other(first: Any, second: Any) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_COMPILED = 64  # grammars
-_MAX_PLACES = 200  # parts of a schema that are compiled alone to find the one that does not compile
+_PLACE_S = 2.0  # how long parts of a schema are compiled alone to find the one that does not compile
 _THREADS = 4
 
 Row = npt.NDArray[np.float32]
@@ -111,8 +111,9 @@ class GrammarCompiler:
                 return "is nested too deeply"
         compiled = self._try(field, text, checker)
         if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(_TOO_COMPLEX):
-            reason = _PLACE.sub("", compiled)
-            return f"{self._place(schema, reason, checker)}: {reason}"
+            place, _, reason = compiled.partition(": ") if compiled.startswith("#") else ("", "", compiled)
+            is_known = place and find(schema, place) is not None  # in what the client sent
+            return f"{place if is_known else self._place(schema, reason, checker)}: {reason}"
         if isinstance(compiled, str) and field == "grammar" and (opened := self._open_arguments(text, checker)) != text:
             compiled = self._try(field, opened, checker)
         return compiled
@@ -124,16 +125,16 @@ class GrammarCompiler:
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
         def compiles(part: dict[str, Any]) -> bool:
-            error = self._try("json_schema", json.dumps(generation_schema({**definitions, **part})), checker)
+            alone = {**definitions, **part} if '"$ref"' in json.dumps(part) else part
+            error = self._try("json_schema", json.dumps(generation_schema(alone)), checker)
             missing = _MISSING.search(error) if isinstance(error, str) else None
             return not isinstance(error, str) or (missing is not None and find(schema, f"#{missing[1]}") is not None)
 
-        place, part, left = "#", schema, _MAX_PLACES
+        place, part, until = "#", schema, monotonic() + _PLACE_S
         while True:
-            parts = [(path, inner) for path, inner, _ in inner_schemas(part)]
-            for path, inner in parts[:left]:
-                left -= 1
-                if isinstance(inner, dict) and not compiles(inner):
+            for path, inner, _ in inner_schemas(part):
+                is_definition = isinstance(inner, dict) and len(inner) == 1 and find(schema, inner.get("$ref"))
+                if monotonic() < until and isinstance(inner, dict) and not is_definition and not compiles(inner):
                     place, part = f"{place}/{path}", inner
                     break
             else:
@@ -192,7 +193,6 @@ def _grammar(params: SamplingParams) -> tuple[str, str] | None:
     return ("grammar", params.lazy_grammar.grammar) if params.lazy_grammar else None
 
 
-_PLACE = re.compile(r"^#[^:]*: ")
 _MISSING = re.compile(r"Pointer '(.*)' does not exist")
 _ARGUMENTS = re.compile(rf"(?P<rule>rule_\d+: %json )(?P<schema>.*){re.escape(OF_TOOL)}(?P<tool>[\w-]+)")
 
