@@ -6,17 +6,22 @@ The grammar engine does not know all keywords, and many schemas use those only i
 A schema that does not mention other properties allows any, and small models then write them until the text is cut off.
 llama.cpp and vLLM exclude them too, and clients such as instructor rely on it. The result still matches the client's
 schema. `"additionalProperties": true` allows others.
+
+The grammar engine takes `oneOf` only if it sees that no value matches two alternatives. Where types, constants or
+required properties tell, `anyOf` replaces it, and an alternative does not allow what would make another one match.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
-from cppbatch.json_schema import find
+from cppbatch.json_schema import GUIDANCE, find
 
 Json = dict[str, Any]
 
@@ -40,6 +45,9 @@ _ASSERTIONS = frozenset(
     | {"$ref", "$dynamicRef", "$recursiveRef"}
 ) - {*_DEFINITIONS}
 """The keywords that may restrict values. All others describe them."""
+_IDENTIFIERS = {*_DEFINITIONS, "$id", "id", "$anchor", "$dynamicAnchor", "$schema", GUIDANCE}
+_URI = "%#/:?@!$&'()*+,;=~"
+"""The characters of a reference that are not escaped, apart from letters and digits: Go writes `#/$defs/List[int]`."""
 _FORMATS = frozenset((
     "date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
     "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
@@ -54,10 +62,21 @@ _NOT_ENFORCED = frozenset((
     "not",
 ))  # fmt: skip
 """The keywords that the grammar engine does not know."""
+_DRAFTS = re.compile(
+    r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+)
+"""The values of `$schema` that the grammar engine knows."""
+_NAMES_OF_FORMAT = {
+    "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
+}
+"""Formats of names as patterns: those of Python's `dict[UUID, ...]` and `dict[date, ...]`."""
 _FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
 """Bounds the digits of a second's fraction: a weak model could write them forever."""
 _EXACT = 2.0**53
 """Doubles cannot tell larger integers apart."""
+_MAX_ALTERNATIVES = 40
+"""Of more, pairs are not compared."""
 _LARGEST = 10**17
 _SMALLEST = 1e-15
 """Bounds that the grammar engine can express."""
@@ -70,8 +89,15 @@ def generation_schema(schema: Any) -> Any:
 
 def close_objects(schema: Any) -> Any:
     """A simplified schema with `"additionalProperties": false` in each object that names properties, mentions no
-    others, and is not one of several schemas that a value must match at once. The argument is not modified."""
+    others, and is not one of several schemas that a value must match at once, and with `anyOf` for `oneOf` whose
+    alternatives exclude each other. The argument is not modified."""
     root, nodes = _copy(schema)
+    if not any("/oneOf/" in str(node.get("$ref")) for node in nodes):
+        for node in nodes:
+            _separate(node, root)
+    root, nodes = _copy(root)
+    for node in nodes:
+        _count_properties(node)
     _close(root, nodes)
     return root
 
@@ -93,6 +119,7 @@ def simplify(schema: Any) -> Any:
             is_pointed = f"/{name}/" in pointed or f"/{name}\n" in pointed
             if not is_pointed and restricts_nothing(node[name], node):
                 del node[name]
+        _spell(node, pointed)
         if has_empty:
             for _, inner, put in inner_schemas(node):
                 if _is_empty(inner):
@@ -119,7 +146,7 @@ def not_enforced(schema: Any) -> str | None:
         for keyword in part:
             if keyword in _NOT_ENFORCED:
                 return f"{place}/{keyword}: {keyword} is not supported"
-        if (name := part.get("format")) in _FORMATS - _ENFORCED_FORMATS:
+        if isinstance(name := part.get("format"), str) and name in _FORMATS - _ENFORCED_FORMATS:
             return f"{place}/format: the format {name!r} is not supported"
         waiting += reversed([(f"{place}/{path}", each) for path, each, _ in inner_schemas(part)])
     return None
@@ -129,7 +156,8 @@ def inner_schemas(part: Json) -> Iterator[tuple[str, Any, Callable[[Any], None]]
     """The schemas in a schema: their places, the schemas, and what replaces them. Definitions come first."""
     for name in _MAPS:
         if isinstance(inner := part.get(name), dict):
-            yield from ((f"{name}/{key}", each, partial(inner.__setitem__, key)) for key, each in inner.items())
+            for key, each in inner.items():
+                yield f"{name}/{key.replace('~', '~0').replace('/', '~1')}", each, partial(inner.__setitem__, key)
     for name in _LISTS:
         if isinstance(inner := part.get(name), list):
             yield from ((f"{name}/{i}", each, partial(inner.__setitem__, i)) for i, each in enumerate(inner))
@@ -185,7 +213,8 @@ _COLLECTING = frozenset(
 """Keywords that tell `unevaluatedProperties` and `unevaluatedItems` around them what is evaluated."""
 
 _NEUTRAL: dict[str, Callable[[Any, Json], bool]] = {
-    "uniqueItems": lambda given, _: given is False,
+    "$schema": lambda given, _: not _DRAFTS.fullmatch(str(given)),
+    "uniqueItems": lambda given, node: given is False or node.get("maxItems") in (0, 1),
     "propertyNames": _names_any,
     "unevaluatedProperties": lambda given, _: _is_neutral(given),
     "unevaluatedItems": lambda given, _: _is_neutral(given),
@@ -213,7 +242,7 @@ def _name_properties(node: Json, root: Any) -> None:
     """Replaces `propertyNames` with a list or a pattern of names by what the grammar engine knows."""
     names, others = _resolve_all(node.get("propertyNames"), root), node.get("additionalProperties", True)
     plain = isinstance(node.get("properties", {}), dict) and not node.keys() & {"patternProperties", *_UNEVALUATED}
-    if not isinstance(names, dict) or not plain:
+    if not isinstance(names, dict) or not plain or "string" not in (_kinds(names) or ("string",)):
         return
     kept = _ASSERTIONS & names.keys() - {"type"}
     listed = names.get("enum", [names["const"]] if "const" in names else None)
@@ -230,11 +259,23 @@ def _name_properties(node: Json, root: Any) -> None:
 
 def _pattern(names: Json, kept: Iterable[str]) -> str | None:
     """The regular expression of the names that match a schema; None: it has other keywords."""
+    if {*kept} == {"format"}:
+        return _NAMES_OF_FORMAT.get(str(names["format"]))
     if "pattern" in kept and {*kept} <= {"pattern", "format"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
     if {*kept} <= {"minLength", "maxLength"}:
         return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
     return None
+
+
+def _spell(node: Json, pointed: str) -> None:
+    """Escapes characters of a reference, and writes a single alternative as `allOf`, which can be merged."""
+    if isinstance(reference := node.get("$ref"), str):
+        node["$ref"] = quote(reference, safe=_URI)
+    for name in ("anyOf", "oneOf"):
+        given, parts = node.get(name), node.get("allOf", [])
+        if isinstance(given, list) and len(given) == 1 and isinstance(parts, list) and f"/{name}/" not in pointed:
+            node["allOf"] = [*parts, *node.pop(name)]
 
 
 def _bound(node: Json) -> None:
@@ -332,7 +373,11 @@ def _union(first: Json, second: Json) -> Json | None:
 
 
 def _evaluate(node: Json) -> None:
-    """Replaces keywords about what no schema beside them has named, if no schema is beside them."""
+    """Replaces keywords about what no schema beside them has named, if no schema is beside them. Drops what only
+    describes a reference: the grammar engine refuses it if the reference is circular."""
+    if "$ref" in node:
+        for name in node.keys() - _ASSERTIONS - _IDENTIFIERS:
+            del node[name]
     if not node.keys() & _APPLICATORS:
         if "unevaluatedProperties" in node:
             node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
@@ -359,6 +404,100 @@ def _agree(first: Any, second: Any) -> bool:
     if not isinstance(first, dict) or not isinstance(second, dict):
         return False
     return all(first[name] == second[name] for name in first.keys() & second.keys())
+
+
+# --- alternatives that exclude each other ----------------------------------------------------------------------------
+
+
+def _separate(node: Json, root: Any) -> None:
+    """Replaces `oneOf` by `anyOf` if its alternatives exclude each other, or do so without properties that another
+    one requires."""
+    given, parts = node.get("oneOf"), node.get("allOf", [])
+    if not isinstance(given, list) or not isinstance(parts, list):
+        return
+    if "type" not in node and (types := _types_of_one(given)):
+        node["type"] = types
+        del node["oneOf"]
+        return
+    alternatives = _alternatives(node, root)
+    left_out: list[list[str] | None] = []
+    if not _exclude_all(alternatives):
+        left_out = (
+            [_left_out(i, alternatives) for i in range(len(given))] if len(given) <= _MAX_ALTERNATIVES else [None]
+        )
+    if None in left_out:
+        return
+    for i, names in enumerate(left_out):
+        if names:
+            kept = {key: value for key, value in alternatives[i].items() if key not in _DEFINITIONS}
+            given[i] = kept | {"properties": _properties(kept) | dict.fromkeys(names, False)}
+            if "properties" in node:  # these are additional in the alternative
+                given[i].setdefault("additionalProperties", True)
+    del node["oneOf"]
+    if "anyOf" in node:
+        node["allOf"] = [*parts, {"anyOf": given}]
+    else:
+        node["anyOf"] = given
+
+
+def _left_out(i: int, alternatives: list[Any]) -> list[str] | None:
+    """The properties without which a value of an alternative matches no other one; None: nothing says so."""
+    one, names = alternatives[i], []
+    for j, other in enumerate(alternatives):
+        if i == j or _exclude_each_other(one, other):
+            continue
+        if not isinstance(one, dict) or not isinstance(other, dict) or _OBJECT not in (_kinds(one), _kinds(other)):
+            return None
+        if _is_closed(other) and any(name not in _properties(other) for name in _required(one)):
+            continue
+        unnamed = [name for name in _required(other) if name not in _properties(one)]
+        if unnamed and _is_closed(one):
+            continue
+        free = [name for name in unnamed if name not in _required(one)]
+        if not free or "$id" in one or not _APPLICATORS.isdisjoint(one):
+            return None
+        names.append(free[0])
+    return names
+
+
+def _types_of_one(alternatives: list[Any]) -> list[str]:
+    """The types of the values that match one of `{}` and others that are only types: NJsonSchema writes
+    `[{}, {"type": "null"}]`. Empty: the alternatives are not these."""
+    named = [_kinds(each) for each in alternatives if isinstance(each, dict) and _ASSERTIONS & each.keys() == {"type"}]
+    excluded = frozenset[str]().union(*named)
+    if len(alternatives) != len(named) + 1 or "number" in excluded or not any(map(_is_neutral, alternatives)):
+        return []
+    return [kind for kind in ("object", "array", "string", "number", "boolean", "null") if kind not in excluded]
+
+
+def _is_closed(schema: Json) -> bool:
+    return schema.get("additionalProperties") is False and "patternProperties" not in schema
+
+
+def _properties(schema: Json) -> Json:
+    return given if isinstance(given := schema.get("properties"), dict) else {}
+
+
+def _required(schema: Json) -> list[str]:
+    given = schema.get("required")
+    return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+
+
+def _count_properties(node: Json) -> None:
+    """Replaces the number of properties by what the grammar engine knows, if the schema names them all."""
+    counted = {"minProperties", "maxProperties", *(("additionalProperties",) if _is_closed(node) else ())}
+    if not _names_all_properties({key: value for key, value in node.items() if key not in counted}):
+        return
+    required = {*_required(node)}
+    named = [name for name, each in node["properties"].items() if each is not False]
+    least, most = node.get("minProperties"), node.get("maxProperties")
+    if isinstance(most, int) and most >= len(named):
+        del node["maxProperties"]
+    if isinstance(least, int) and least <= len(required.intersection(named)):
+        del node["minProperties"]
+    elif least == 1 and named and "anyOf" not in node:
+        del node["minProperties"]
+        node["anyOf"] = [{"required": [name]} for name in named]
 
 
 # --- closed objects --------------------------------------------------------------------------------------------------
@@ -389,12 +528,40 @@ def _close(root: Any, nodes: list[Json]) -> None:
 
 def _combines(part: Json, root: Any) -> bool:
     """Includes `oneOf` whose alternatives do not exclude each other: open ones may not do so when closed."""
-    if not _COMBINE.isdisjoint(part) or len(_COMBINE_IF_TWO & part.keys()) > 1:
+    two = _COMBINE_IF_TWO & part.keys()
+    if not _COMBINE.isdisjoint(part) or (
+        len(two) > 1 and not (two == {"properties", "anyOf"} and _only_requires(part))
+    ):
         return True
     if "oneOf" not in part or "discriminator" in part:
         return False
-    alternatives = [_resolve_all(each, root) for each in part["oneOf"]] if isinstance(part["oneOf"], list) else []
-    return not all(_exclude_each_other(*pair) for pair in itertools.combinations(alternatives, 2))
+    return not _exclude_all(_alternatives(part, root))
+
+
+def _only_requires(part: Json) -> bool:
+    """Whether the alternatives of `anyOf` say nothing but which of the properties are required or left out."""
+    known, alternatives = _properties(part), part["anyOf"]
+    return isinstance(alternatives, list) and all(
+        isinstance(each, dict)
+        and _ASSERTIONS & each.keys() <= {"type", "required", "properties", "additionalProperties"}
+        and each.get("additionalProperties", True) is True
+        and not any(_properties(each).values())
+        and all(name in known for name in (*_required(each), *_properties(each)))
+        for each in alternatives
+    )
+
+
+def _alternatives(part: Json, root: Any) -> list[Any]:
+    """The alternatives of `oneOf`, each with the type of the schema around it unless it has its own. Those that are
+    only references are resolved."""
+    given = part["oneOf"] if isinstance(part["oneOf"], list) else []
+    around = {"type": part["type"]} if "type" in part else {}
+    resolved = [_resolve_all(each, root) if _is_reference(each) else each for each in given]
+    return [{**around, **each} if isinstance(each, dict) else each for each in resolved]
+
+
+def _is_reference(schema: Any) -> bool:
+    return isinstance(schema, dict) and _ASSERTIONS & schema.keys() == {"$ref"}
 
 
 def _resolve_all(schema: Any, root: Any) -> Any:
@@ -403,6 +570,35 @@ def _resolve_all(schema: Any, root: Any) -> Any:
             break
         schema = find(root, schema["$ref"])
     return schema
+
+
+def _exclude_all(alternatives: list[Any]) -> bool:
+    """Whether no value matches two of them. Compares pairs only where a few sets do not tell: there may be thousands
+    of alternatives."""
+    constants: list[Any] = []
+    objects: list[Any] = []
+    others: list[Any] = []
+    for each in alternatives:
+        is_object = isinstance(each, dict) and _kinds(each) == _OBJECT
+        (constants if _constants(each) is not None else objects if is_object else others).append(each)
+    named = [_discriminators(each) for each in objects]
+    shared = set[str].intersection(*(set(each) for each in named)) if named else set()
+    pairs: Iterable[tuple[Any, Any]] = itertools.combinations(alternatives, 2)
+    if _are_disjoint(map(_constants, constants)) and (
+        len(objects) < 2 or any(_are_disjoint(each[name] for each in named) for name in shared)
+    ):
+        pairs = itertools.chain(
+            itertools.combinations(others, 2),
+            itertools.product(others, constants + objects),
+            itertools.product(constants, objects),
+        )
+    compared = list(itertools.islice(pairs, _MAX_ALTERNATIVES**2 + 1))
+    return len(compared) <= _MAX_ALTERNATIVES**2 and all(_exclude_each_other(*pair) for pair in compared)
+
+
+def _are_disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
+    given = [each or frozenset() for each in sets]
+    return len(frozenset[str]().union(*given)) == sum(map(len, given))
 
 
 def _exclude_each_other(first: Any, second: Any) -> bool:
@@ -416,7 +612,7 @@ def _exclude_each_other(first: Any, second: Any) -> bool:
     if values[0] is not None and values[1] is not None:
         return values[0].isdisjoint(values[1])
     ours, theirs = _discriminators(first), _discriminators(second)
-    return any(ours[name].isdisjoint(theirs[name]) for name in ours.keys() & theirs.keys())
+    return _OBJECT in kinds and any(ours[name].isdisjoint(theirs[name]) for name in ours.keys() & theirs.keys())
 
 
 def _kinds(schema: Json) -> frozenset[str]:
@@ -428,6 +624,7 @@ def _kinds(schema: Json) -> frozenset[str]:
     return frozenset("number" if kind == "integer" else str(kind) for kind in kinds)
 
 
+_OBJECT = frozenset(("object",))
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 """The type of a JSON text by its first character."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import unquote
 
 _MAX_STEPS = 100_000
 
@@ -96,7 +97,7 @@ def find(root: Any, reference: Any) -> Any:
         return None
     target = root
     for part in str(reference)[1:].split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(target, list) and re.fullmatch(r"\d{1,9}", name) and int(name) < len(target):
             target = target[int(name)]
         else:

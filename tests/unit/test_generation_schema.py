@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import monotonic
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,8 @@ from llguidance import LLMatcher
 from cppbatch import SamplingParams
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.engine.sampling.grammar_child import bytes_tokenizer, check
-from cppbatch.engine.sampling.structured_output import GrammarChecker
+from cppbatch.engine.sampling.structured_output import GrammarChecker, GrammarCompiler
+from cppbatch.errors import InvalidRequest
 from cppbatch.generation_schema import generation_schema, not_enforced, simplify
 from cppbatch.json_schema import compact_schema
 
@@ -199,11 +201,13 @@ def test_compact_json_has_no_white_space_between_its_tokens(compact: bool, as_ru
         {"exclusiveMaximum": 3.4028234663852886e38},
         {"minimum": -1.7976931348623157e308},
         {"allOf": [{}]},
+        {"uniqueItems": True, "maxItems": 1},
+        {"$schema": "https://spec.openapis.org/oas/3.0/schema/2024-10-18"},
     ],
     ids=str,
 )
 def test_a_keyword_that_restricts_nothing_is_dropped(neutral: Any) -> None:
-    kept = {"$anchor": "here"} if "$anchor" in neutral else {}
+    kept = {key: neutral[key] for key in ("$anchor", "maxItems") if key in neutral}
     assert simplify({"title": "T", **neutral}) == {"title": "T", **kept}
     inner = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/D"}]}, "$defs": {"D": {"title": "T", **neutral}}}
     assert simplify(inner)["$defs"]["D"] == {"title": "T", **kept}
@@ -243,12 +247,15 @@ def test_bounds_that_the_grammar_engine_cannot_express_are_widened(bound: Any, w
         ({"type": "string", "const": "a"}, {"a": 1}, {"b": 1}),
         ({"type": "string", "pattern": "^x-"}, {"x-1": 1}, {"y": 1}),
         ({"minLength": 2, "maxLength": 3}, {"ab": 1}, {"abcd": 1}),
+        ({"format": "date"}, {"2024-02-28": 1}, {"2024-13-01": 1}),
+        ({"format": "uuid"}, {"01234567-89ab-cdef-0123-456789ABCDEF": 1}, {"0123": 1}),
     ],
 )
 def test_names_of_properties_are_enforced_where_the_grammar_engine_can(names: Any, good: Any, bad: Any) -> None:
     schema = {"type": "object", "propertyNames": names, "additionalProperties": INTEGER}
     for value, is_allowed in ((good, True), (bad, False), ({next(iter(good)): "x"}, False)):
-        assert accepts(schema, value) == accepts(simplify(schema), value) == matches(schema, value) == is_allowed
+        assert accepts(simplify(schema), value) == matches(schema, value) == is_allowed
+        assert accepts(schema, value) == is_allowed or "format" in names
 
 
 def test_properties_that_may_not_have_their_names_are_left_out() -> None:
@@ -284,6 +291,102 @@ def test_a_second_has_at_most_nine_digits_after_the_point(kind: str, more: Any) 
 def test_a_keyword_that_cannot_be_enforced_is_named_with_its_place(schema: Any, said: str) -> None:
     assert not_enforced(simplify(schema)) == said
     assert not_enforced(simplify({"uniqueItems": False, "propertyNames": {"pattern": "^a"}})) is None
+
+
+# --- what the grammar engine reads otherwise --------------------------------------------------------------------------
+
+
+def test_a_reference_may_have_any_characters() -> None:
+    name = "Map[string,*a/b~c|d]"
+    schema = {"$defs": {name: {**A, "additionalProperties": False}}, "$ref": f"#/$defs/{name}"}
+    for reference in ("#/$defs/Map[string,*a~1b~0c|d]", "#/$defs/Map%5Bstring,*a~1b~0c%7Cd%5D"):
+        given = {**schema, "$ref": reference}
+        assert matches(given, {"a": 1})
+        assert not matches(given, {"a": "x"})
+
+
+def test_a_reference_to_a_schema_around_it_may_be_described_and_nullable() -> None:
+    """NJsonSchema writes both."""
+    for more in ({"oneOf": [{"$ref": "#"}], "x-nullable": True}, {"oneOf": [{"type": "null"}, {"$ref": "#"}]}):
+        schema = {"type": "object", "properties": {"next": {"description": "The next one.", **more}}}
+        assert matches(schema, {"next": {"next": {}}})
+        assert not matches(schema, {"next": 1})
+        assert matches(schema, {"next": None}) == ("x-nullable" not in more)
+
+
+TEXT = {"type": "string"}
+REQUIRED = [{"required": ["a"]}, {"required": ["b"]}]
+AB = {"type": "object", "properties": {"a": INTEGER, "b": TEXT}}
+FLAT = [{"properties": {"a": INTEGER}, "required": ["a"]}, {"properties": {"b": TEXT}, "required": ["b"]}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({**AB, "oneOf": REQUIRED}, [{"a": 1}, {"b": "x"}], [{}, {"a": 1, "b": "x"}, {"a": 1, "c": 1}]),
+        ({**AB, "anyOf": REQUIRED}, [{"a": 1}, {"a": 1, "b": "x"}], [{}, {"a": 1, "c": 1}]),
+        ({**AB, "oneOf": REQUIRED, "anyOf": REQUIRED}, [{"a": 1}], [{}, {"a": 1, "b": "x"}]),
+        ({"type": "object", "oneOf": FLAT}, [{"a": 1}, {"b": "x"}], [{"a": 1, "b": "x"}, {"a": 1, "b": 1}]),
+        ({"type": "object", "properties": {"c": TEXT}, "oneOf": FLAT}, [{"c": "x", "a": 1}], [{"a": 1, "b": "x"}]),
+        ({"oneOf": [{"type": "null"}, A, TEXT]}, [None, {"a": 1}, "x"], [1]),
+        ({"oneOf": [{}, {"type": "null"}]}, [1, "x", [], {}], [None]),
+        ({**AB, "minProperties": 1}, [{"a": 1}, {"b": "x"}], [{}, {"c": 1}]),
+        ({**AB, "minProperties": 1, "maxProperties": 2, "required": ["a"]}, [{"a": 1}], [{}, {"a": 1, "c": 1}]),
+    ],
+    ids=str,
+)
+def test_alternatives_and_numbers_of_properties_are_enforced(schema: Any, good: Any, bad: Any) -> None:
+    for value in good:
+        assert accepts(schema, value)
+        assert matches(schema, value), value
+    for value in bad:
+        assert not matches(schema, value), value
+
+
+@pytest.mark.parametrize(
+    "alternatives",
+    [
+        FLAT,  # a text matches both
+        [A, {"type": "object", "properties": {"b": TEXT}, "required": ["b"]}],  # {"b": "x"} matches both
+        [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["a", "b"], "properties": {"a": {}}}],
+        [True, True],
+        [{"$ref": "#/$defs/A", "required": ["a"]}, {"$ref": "#/$defs/A", "required": ["b"]}],
+    ],
+    ids=str,
+)
+def test_alternatives_that_may_match_at_once_are_left_to_the_grammar_engine(alternatives: Any) -> None:
+    schema = {"oneOf": alternatives, "$defs": {"A": A}}
+    assert generation_schema(schema)["oneOf"] == generation_schema({"oneOf": alternatives})["oneOf"] == alternatives
+
+
+def test_a_thousand_alternatives_do_not_take_a_thousand_times_as_long_each() -> None:
+    alternatives = [kind(f"v{i}") for i in range(1_000)]
+    began = monotonic()
+    assert generation_schema({"oneOf": alternatives})["anyOf"]
+    assert generation_schema({"oneOf": [*alternatives, A]})["oneOf"]
+    assert monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {"a/b": {"pattern": "(?=x)"}}}, "#/properties/a~1b/pattern: regex parse error"),
+        ({"allOf": [A, {"properties": {"b": {"uniqueItems": True}}}]}, "#/allOf/1/properties/b/uniqueItems: uniqueI"),
+        ({"uniqueItems": True, "contains": INTEGER}, "#/uniqueItems: uniqueItems is not supported"),
+        ({"properties": {"a": {"$ref": "#/$defs/None"}}}, "#/properties/a/$ref: Pointer '/$defs/None' does not exist"),
+        ({"items": {"type": "bigint"}}, "#/items/type: Invalid type: bigint"),
+        ({"format": ["uuid"], "not": TEXT}, "#/not: not is not supported"),
+    ],
+    ids=str,
+)
+def test_a_schema_is_refused_with_the_keyword_and_its_place_in_what_the_client_sent(schema: Any, said: str) -> None:
+    compiler = GrammarCompiler(bytes_tokenizer)
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            compiler.constraint(SamplingParams(json_schema=schema))
+    finally:
+        compiler.close()
+    assert refused.value.message.startswith(said)
 
 
 def compile_schema(schema: Any) -> LLMatcher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -22,7 +23,7 @@ from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.generation_schema import generation_schema, inner_schemas, not_enforced
-from cppbatch.json_schema import GUIDANCE, has_finite_instance
+from cppbatch.json_schema import GUIDANCE, find, has_finite_instance
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_COMPILED = 64  # grammars
-_MAX_PLACES = 200  # parts of a schema that are compiled alone to find the one that does not compile
+_PLACE_S = 2.0  # how long parts of a schema are compiled alone to find the one that does not compile
 _THREADS = 4
 
 Row = npt.NDArray[np.float32]
@@ -109,29 +110,39 @@ class GrammarCompiler:
             except RecursionError:
                 return "is nested too deeply"
         compiled = self._try(field, text, checker)
-        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(("#", _TOO_COMPLEX)):
-            return f"{self._place(json.loads(text), checker)}: {compiled}"
+        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(_TOO_COMPLEX):
+            place, _, reason = compiled.partition(": ") if compiled.startswith("#") else ("", "", compiled)
+            is_known = place and find(schema, place) is not None  # in what the client sent
+            return f"{place if is_known else self._place(schema, reason, checker)}: {reason}"
         if isinstance(compiled, str) and field == "grammar" and (opened := self._open_arguments(text, checker)) != text:
             compiled = self._try(field, opened, checker)
         return compiled
 
-    def _place(self, schema: Any, checker: GrammarChecker) -> str:
-        """The place of the innermost part of a schema that does not compile."""
-        definitions = {
-            key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema
-        }
-        place, part, left = "#", schema, _MAX_PLACES
+    def _place(self, schema: Any, reason: str, checker: GrammarChecker) -> str:
+        """The keyword for which a schema does not compile, in the innermost part that does not."""
+        if not isinstance(schema, dict):
+            return "#"
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+        def compiles(part: dict[str, Any]) -> bool:
+            alone = {**definitions, **part} if '"$ref"' in json.dumps(part) else part
+            error = self._try("json_schema", json.dumps(generation_schema(alone)), checker)
+            missing = _MISSING.search(error) if isinstance(error, str) else None
+            return not isinstance(error, str) or (missing is not None and find(schema, f"#{missing[1]}") is not None)
+
+        place, part, until = "#", schema, monotonic() + _PLACE_S
         while True:
-            parts = [(path, inner) for path, inner, _ in inner_schemas(part)] if isinstance(part, dict) else []
-            for path, inner in parts[:left]:
-                left -= 1
-                alone = {**definitions, **inner} if isinstance(inner, dict) else inner
-                reason = self._try("json_schema", json.dumps(alone), checker)
-                if isinstance(reason, str) and "Pointer" not in reason:  # a reference to what is not a definition
+            for path, inner, _ in inner_schemas(part):
+                is_definition = isinstance(inner, dict) and len(inner) == 1 and find(schema, inner.get("$ref"))
+                if monotonic() < until and isinstance(inner, dict) and not is_definition and not compiles(inner):
                     place, part = f"{place}/{path}", inner
                     break
             else:
-                return place
+                break
+        keywords = sorted(part, key=lambda name: (not reason.startswith(name), name == "type"))
+        heals = (name for name in keywords if compiles({key: part[key] for key in part if key != name}))
+        fails = (name for name in keywords if not compiles({name: part[name]}))
+        return f"{place}/{next(itertools.chain(heals, fails, keywords))}"
 
     def _open_arguments(self, text: str, checker: GrammarChecker) -> str:
         """The grammar with any JSON for arguments of tools whose schemas do not compile (`OF_TOOL`)."""
@@ -182,6 +193,7 @@ def _grammar(params: SamplingParams) -> tuple[str, str] | None:
     return ("grammar", params.lazy_grammar.grammar) if params.lazy_grammar else None
 
 
+_MISSING = re.compile(r"Pointer '(.*)' does not exist")
 _ARGUMENTS = re.compile(rf"(?P<rule>rule_\d+: %json )(?P<schema>.*){re.escape(OF_TOOL)}(?P<tool>[\w-]+)")
 
 
@@ -196,7 +208,7 @@ def _unknown_keyword(field: str, text: str, error: str) -> str | None:
 
 def _short_reason(error: str) -> str:
     """llguidance's error message without its markers and its parser's state."""
-    reason = re.split(r"<state>|<non-verbose/>", error)[0].strip()
+    reason = re.split(r"<state>|<non-verbose/>|\n  while processing", error)[0].strip()
     if reason.startswith("NoExtension"):
         return "no text can match this"
     return (reason if len(reason) <= 500 else reason[:500] + " ...") or "llguidance gave no reason"
