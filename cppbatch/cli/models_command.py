@@ -41,7 +41,7 @@ def list_models() -> None:
     for path, fits in zip(found, models_fit(found), strict=True):
         try:
             facts = inspect_model(path)
-            known = (facts.main_type, format_bytes(facts.size_bytes), _show("context", facts.n_ctx_train))
+            known = (facts.file_type, format_bytes(facts.size_bytes), _show("context", facts.n_ctx_train))
         except ModelError:
             known = ("damaged", _format_size(path), "-")
         table.add_row(*map(escape, (short_name(path), *known, fits, str(path))))

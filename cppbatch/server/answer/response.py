@@ -31,6 +31,8 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+LINES = "application/x-ndjson"
+"""The content type of a stream of lines of JSON."""
 
 
 class ServerSentEvent(NamedTuple):
@@ -80,6 +82,8 @@ class ResponseBuilder(ABC):
     def build(self, completions: list[list[GenerationEvent]]) -> object:
         """The body of a non-streamed response, from all events of each completion."""
 
+    streams_lines = False
+    """Whether a stream is lines of JSON instead of server-sent events, as in Ollama's API."""
     starts_with_counts = False
     """Whether `stream_start` has the counts of the prompt, and so waits for the first event that has them."""
 
@@ -88,7 +92,8 @@ class ResponseBuilder(ABC):
         return []
 
     def stream_ping(self) -> ServerSentEvent | None:
-        """What a stream sends while it waits, after `stream_start`; None: a comment, which clients skip."""
+        """What a stream sends while it waits, after `stream_start`; None: a comment, which clients skip. Lines of JSON
+        have no comments."""
         return None
 
     @abstractmethod
@@ -236,7 +241,9 @@ class _Stream:
     def __init__(self, request: web.Request, builder: ResponseBuilder, *, ping_seconds: int) -> None:
         """`ping_seconds`: silence after which the stream sends a ping; 0 and less: never."""
         self._request, self._builder, self._ping_seconds = request, builder, ping_seconds
-        self._response = web.StreamResponse(headers=STREAM_HEADERS)
+        headers = STREAM_HEADERS | ({"Content-Type": LINES} if builder.streams_lines else {})
+        self._response = web.StreamResponse(headers=headers)
+        self._encode = encode_event_line if builder.streams_lines else _encode
         self._has_started = False
         self._sent_at = 0.0
 
@@ -276,7 +283,7 @@ class _Stream:
             self._has_started = True
             events = [*self._builder.stream_start(), *events]
         if events:
-            await self._write(b"".join(map(_encode, events)))
+            await self._write(b"".join(map(self._encode, events)))
 
     async def _write(self, data: bytes) -> None:
         self._sent_at = monotonic()
@@ -289,15 +296,21 @@ class _Stream:
         while True:
             await asyncio.sleep(max(0.0, self._sent_at + self._ping_seconds - monotonic()))
             if monotonic() - self._sent_at >= self._ping_seconds:
-                event = self._builder.stream_ping() if self._has_started else None
+                has_form = self._has_started or self._builder.streams_lines
+                event = self._builder.stream_ping() if has_form else None
                 with contextlib.suppress(ConnectionResetError):  # the next event ends the stream
-                    await self._write(_encode(event) if event else b": ping\n\n")
+                    await self._write(self._encode(event) if event else b": ping\n\n")
 
 
 def _encode(event: ServerSentEvent) -> bytes:
     name = f"event: {event.event}\n".encode() if event.event else b""
     data = event.data.encode() if isinstance(event.data, str) else encode_line(event.data)
     return name + b"data: " + data + b"\n\n"
+
+
+def encode_event_line(event: ServerSentEvent) -> bytes:
+    """The event as a line of JSON."""
+    return encode_line(event.data) + b"\n"
 
 
 # --- content blocks --------------------------------------------------------------------------------------------------

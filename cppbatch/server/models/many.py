@@ -211,6 +211,16 @@ class ManyModels(ServedModels):
         """As in `ServedModels`."""
         self.pool.unload(await self.resolve(name, rules))
 
+    def knows(self, name: str) -> bool:
+        """As in `ServedModels`."""
+        return self._find(name) is not None
+
+    def keep(self, name: str, seconds: float | None) -> bool:
+        """As in `ServedModels`."""
+        if found := self._model_for(name):
+            self.pool.keep(found, seconds)
+        return True
+
     # --- state --------------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
@@ -268,6 +278,7 @@ class ManyModels(ServedModels):
             n_parallel=engine.config.n_parallel * len(workers) if engine else 0,
             pinned=spec.pinned,
             default=name == self._default,
+            seconds_left=None if model.expires_at is None or not is_up else model.expires_at - self._clock(),
         )
 
     async def _facts_of(self, spec: ModelSpec) -> ModelFacts | None:

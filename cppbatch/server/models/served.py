@@ -87,6 +87,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     default: bool = False
     """Whether requests without a model use it."""
+    seconds_left: float | None = None
+    """Until it is unloaded, if no request comes; None: never, or it is not loaded."""
 
     @property
     def is_failed(self) -> bool:
@@ -171,6 +173,15 @@ class ServedModels(ABC):
     @abstractmethod
     async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
         """A model by one of its names. Raises `ModelNotFound`."""
+
+    @abstractmethod
+    def knows(self, name: str) -> bool:
+        """Whether this is one of the names of a model."""
+
+    @abstractmethod
+    def keep(self, name: str, seconds: float | None) -> bool:
+        """Sets how long a model stays loaded without requests, once; 0: until its last request ends; -1: always; None:
+        as configured. Returns whether it can be unloaded."""
 
     @abstractmethod
     async def workers(self) -> list[WorkerState]:
@@ -311,6 +322,14 @@ class OneModel(ServedModels):
             n_parallel=serving.client.config.n_parallel * len(workers),
             default=True,
         )
+
+    def knows(self, name: str) -> bool:
+        """As in `ServedModels`."""
+        return name in self.serving.model_names
+
+    def keep(self, name: str, seconds: float | None) -> bool:
+        """As in `ServedModels`: its workers sleep, and the next request starts them."""
+        return self.serving.client.sleep_after(seconds)
 
     async def workers(self) -> list[WorkerState]:
         """As in `ServedModels`."""
