@@ -239,10 +239,16 @@ def _is_anthropic_path(path: str) -> bool:
 def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResponse | OllamaErrorResponse:
     """The body of an error response, in the format of the path's API."""
     if path.startswith(_OLLAMA_PATHS):
-        return OllamaErrorResponse(error=error.message)
+        return ollama_error(error)
     if _is_anthropic_path(path):
         return anthropic_error(error)
     return openai_error(error)
+
+
+def ollama_error(error: ApiError) -> OllamaErrorResponse:
+    """Ollama's error object. An unknown model is reported in Ollama's words: model 'x' not found."""
+    is_unknown = error.code == _INVALID[ModelNotFound][1]
+    return OllamaErrorResponse(error=error.message.replace("model: ", "model ", 1) if is_unknown else error.message)
 
 
 def openai_error(error: ApiError) -> ErrorResponse:

@@ -17,7 +17,7 @@ from cppbatch.server.answer.response import Json, ResponseBuilder, ServerSentEve
 from cppbatch.server.api.ollama.fields import keep_alive_of, name_of
 from cppbatch.server.api.ollama.types import DoneFields, DoneReason, GenerationFields, ModelFields
 from cppbatch.server.auth.keys import KEY
-from cppbatch.server.http.api_errors import OllamaErrorResponse, api_error
+from cppbatch.server.http.api_errors import OllamaErrorResponse, api_error, ollama_error
 from cppbatch.server.models.served import MODELS, ModelLease, lease_model
 
 ERRORS: Json = {"error": OllamaErrorResponse, "unavailable": OllamaErrorResponse}
@@ -123,7 +123,7 @@ class OllamaBuilder(ResponseBuilder):
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        return [ServerSentEvent(OllamaErrorResponse(error=api_error(error).message))]
+        return [ServerSentEvent(ollama_error(api_error(error)))]
 
     @abstractmethod
     def _is_shown(self, line: DoneFields) -> bool:

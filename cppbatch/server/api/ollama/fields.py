@@ -89,7 +89,7 @@ def sampling_of(body: GenerationFields, serving: Serving) -> Options:
     if unknown := sorted(name[:40] for name in given.keys() - _KNOWN - _OF_RUNNER):
         _log_once(f"options without effect in Ollama's API: {', '.join(unknown)[:400]}")
     _check_context(given.get("num_ctx"), serving)
-    fields = {name: given[name] for name in sorted(given.keys() & _KNOWN)}
+    fields = {name: _whole(given[name]) for name in sorted(given.keys() & _KNOWN)}
     options = convert(fields, Options, "options")
     if options.num_predict is not None and options.num_predict < _UNLIMITED_BELOW:
         options = msgspec.structs.replace(options, num_predict=UNLIMITED)
@@ -100,6 +100,11 @@ def sampling_of(body: GenerationFields, serving: Serving) -> Options:
         wants_logprobs=body.logprobs,
         top_logprobs=body.top_logprobs if body.logprobs else None,
     )
+
+
+def _whole(value: Any) -> Any:
+    """An integer for 42.0, which clients send that have no integers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_context(wanted: Any, serving: Serving) -> None:
@@ -118,7 +123,7 @@ _MOST_LOGGED = 1000
 def _log_once(line: str) -> None:
     if line not in _logged and len(_logged) < _MOST_LOGGED:
         _logged.add(line)
-        log.info("%s", line)
+        log.warning("%s", line)
 
 
 # --- format and reasoning -------------------------------------------------------------------------------------------

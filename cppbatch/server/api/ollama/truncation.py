@@ -44,7 +44,7 @@ async def prepare_within_context(
         low, high = (low, middle) if await fits(without(turn, places[middle])) else (middle + 1, high)
     if low == len(places):
         return prepared  # the engine refuses it, and says how long it is
-    log.info(
+    log.warning(
         "%s: left out the oldest %d messages of a conversation longer than the context of %d tokens (-c)",
         serving.name, len(turn.messages) - len(without(turn, places[low]).messages), serving.info.max_sequence,
     )  # fmt: skip
