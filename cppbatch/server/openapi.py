@@ -24,6 +24,7 @@ from cppbatch.server.api.llama_server import tokenize as llama_tokenize
 from cppbatch.server.api.ollama import chat as ollama_chat
 from cppbatch.server.api.ollama import embed as ollama_embed
 from cppbatch.server.api.ollama import generate as ollama_generate
+from cppbatch.server.api.ollama import manage as ollama_manage
 from cppbatch.server.api.ollama import models as ollama_models
 from cppbatch.server.api.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.api.responses import create_response
@@ -83,6 +84,7 @@ ROUTES = (
     ollama_generate.routes,
     ollama_embed.routes,
     ollama_models.routes,
+    ollama_manage.routes,
 )
 """The routes of all modules, in the order of the document."""
 _ENDPOINTS = {(route.method, route.shown_path): route.endpoint for routes in ROUTES for route in routes}

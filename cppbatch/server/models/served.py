@@ -22,6 +22,7 @@ from cppbatch.models.inspect import ModelFacts
 from cppbatch.server.auth.keys import KEY, client_of
 from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.http.api_errors import ModelNotFound
+from cppbatch.server.models.created import CreatedModel
 from cppbatch.server.models.serving import Serving
 from cppbatch.server.process import first_lines
 from cppbatch.server.run_requests import target_concurrency
@@ -125,6 +126,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The model for requests without a model name."""
 
 
+_NO_FOLDER = (
+    "this server has no folder of models; start it with --models-dir DIR to pull, copy, create and delete models"
+)
+
+
 class ServedModels(ABC):
     """The models of a server. `close` stops their engines."""
 
@@ -225,6 +231,22 @@ class ServedModels(ABC):
     async def unload(self, name: str, rules: KeyRules | None) -> None:
         """Unloads the model after its last request, without waiting. Raises `ModelNotFound` and `Forbidden`, and
         `Conflict` on a server with one model."""
+
+    def folder_of_models(self) -> Path:
+        """The folder to which clients may add models. Raises `Conflict` if there is none."""
+        raise Conflict("model", f"cannot be changed: {_NO_FOLDER}")
+
+    def find_created(self, name: str) -> CreatedModel | None:
+        """What was created under this name; None: nothing, or a file."""
+        return None
+
+    async def create(self, name: str, model: CreatedModel) -> None:
+        """Adds a model that runs in the engine of another one. Raises `Conflict`, `ConfigError` and `StorageError`."""
+        self.folder_of_models()
+
+    async def delete_created(self, name: str) -> None:
+        """Removes such a model; its running requests end normally. Raises as `create`."""
+        self.folder_of_models()
 
     @abstractmethod
     def first_lines(self, urls: list[str]) -> list[str]:

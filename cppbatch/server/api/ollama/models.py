@@ -273,11 +273,13 @@ def _show(entry: ModelEntry, *, verbose: bool) -> ShowResponse:
     parameters = [*_parameters(settings.sampling_defaults)]
     template = _template(entry, file) or ""
     lines = [f"FROM {entry.path}", *(f"PARAMETER {name} {value}" for name, value in parameters)]
+    lines += [f'SYSTEM """{settings.system}"""'] if settings.system else []
     return ShowResponse(
         license=file.header.text("general.license") or UNSET,
         modelfile="\n".join(lines) + "\n",
         parameters="\n".join(f"{name:<30} {value}" for name, value in parameters) or UNSET,
         template=template or UNSET,
+        system=settings.system or UNSET,
         details=file.details,
         model_info=_model_info(file),
         capabilities=_capabilities(entry, file),
