@@ -18,6 +18,7 @@ from cppbatch.cli.generate_command import generate
 from cppbatch.cli.main import cli
 from cppbatch.cli.serve_command import serve
 from cppbatch.errors import CppBatchError, ModelError
+from cppbatch.models import batch_gain
 from cppbatch.models.file_header import FILE_TYPES
 from cppbatch.models.find import short_name
 from cppbatch.models.inspect import inspect_model
@@ -85,7 +86,10 @@ def test_a_name_of_ollamas_library_says_how_the_model_is_named_here(folder: Path
     assert choose_model("llama3.2") == folder / "llama3.2.gguf"
 
 
-def test_a_listed_name_works_in_every_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_listed_name_works_in_every_command(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_gain, "kernel_report", lambda _: SimpleNamespace(as_json=dict))  # which needs llama.cpp
     (folder / "owner" / "repo").mkdir(parents=True)
     path = tiny_models.llama(folder / "owner" / "repo" / "tiny-Q4_K_M.gguf")
     for name in (short_name(path), "tiny", str(path)):
