@@ -102,7 +102,7 @@ def document() -> bytes:
             "info": {
                 "title": "cppbatch",
                 "version": __version__,
-                "description": "OpenAI-compatible and Anthropic-compatible APIs for GGUF models",
+                "description": "OpenAI-compatible, Anthropic-compatible and Ollama-compatible APIs for GGUF models",
             },
             "paths": paths,
             "components": {

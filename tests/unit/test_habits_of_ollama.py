@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import gguf
