@@ -37,7 +37,11 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
 """Options for loading a model in this process."""
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    hint="chat takes options only: name the model with -m, and type messages after the start; `cppbatch run MODEL` "
+    "starts a chat, and `cppbatch generate PROMPT` answers one prompt",
+)
 @option(
     "-m", "--model", "-hf", "--hf-repo", "model",
     llama_env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO", metavar="FILE|NAME", default=None,

@@ -30,7 +30,7 @@ def _is_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, argument="-p", options_metavar="[OPTIONS] [PROMPT]...")
 @click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be repeated.")
 @click.option(
     "-f",
@@ -78,7 +78,7 @@ def generate(
     """
     all_prompts = [*prompts, *_lines(file)]
     if not all_prompts:
-        raise click.UsageError("no prompt given; use -p TEXT (may be repeated), or -f FILE with one prompt per line")
+        raise click.UsageError("no prompt given; give it in quotes, or -f FILE with one prompt per line")
     if system is not None or images or sounds:
         if as_chat is False:
             raise click.UsageError("--system, --image and --audio apply to chats only: leave out --raw")

@@ -16,7 +16,7 @@ from cppbatch.errors import CppBatchError
 _MODULES = {
     "serve": "serve_command", "generate": "generate_command", "chat": "chat_command", "batch": "batch_command",
     "models": "models_command", "memory": "memory_command", "tune": "tune_command", "bench": "bench_commands",
-    "doctor": "doctor_command", "rpc-worker": "rpc_worker_command", "ray": "ray_command",
+    "doctor": "doctor_command", "run": "run_command", "rpc-worker": "rpc_worker_command", "ray": "ray_command",
 }  # fmt: skip
 
 

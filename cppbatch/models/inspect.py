@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from cppbatch.errors import ModelError, shorten
-from cppbatch.models.file_header import FileHeader, TensorInfo, read_header, read_integers
+from cppbatch.models.file_header import FILE_TYPES, FileHeader, TensorInfo, read_header, read_integers
 from cppbatch.models.find import check_file, model_parts, no_weights
 
 _LONGEST_NAME = 200  # characters that are shown
@@ -49,6 +49,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tensors by type, most frequent first."""
     main_type: str
     """The type of most weights."""
+    file_type: str
+    """llama.cpp's name of the file's mix of types, such as Q4_K_M, by its metadata; otherwise `main_type`."""
     has_chat_template: bool
     pooling: str | None
     """How a text becomes one vector: mean, cls or last; rank: a reranker. None: usually a model that generates text."""
@@ -88,7 +90,8 @@ def inspect_model(path: Path) -> ModelFacts:
         draft_heads=heads_in(headers).n,
         drafts_as=describe_draft(path),
         tensor_types=dict(types.most_common()),
-        main_type=weights.most_common(1)[0][0],
+        main_type=(main := weights.most_common(1)[0][0]),
+        file_type=FILE_TYPES.get(first.whole_number("general.file_type") or -1, main),
         has_chat_template="tokenizer.chat_template" in first.metadata,
         pooling=_POOLING.get(first.whole_number(f"{architecture}.pooling_type") or 0),
     )

@@ -16,6 +16,7 @@ from cppbatch.models.check import check_model
 from cppbatch.models.find import copy_path, find_model, is_copy, models_folder, models_in
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
+from cppbatch.models.library import library_model
 from cppbatch.models.requantize import (
     EXACT,
     bits,
@@ -67,14 +68,33 @@ def choose_model(named: str | None) -> Path:
     A model and its requantised copy count as one, and the copy is chosen. Raises `ModelError`.
     """
     if named:
-        path, here = Path(named).expanduser(), models_folder() / named
-        if found := next((p for p in (path, here, here.with_name(f"{here.name}.gguf")) if os.path.isfile(p)), None):
+        path = Path(named).expanduser()
+        if found := _given_file(named):
             return check_model(found)
         if not os.path.isdir(path) and (on_hub := hub_model(named)):
             return pull_model(on_hub, _say)
-        return check_model(find_model(models_folder(), named) or path)
+        return check_model(local_model(named))
     only = _only_model()
     return check_model(only) if only else pull_default()
+
+
+def _given_file(named: str) -> Path | None:
+    """The file with this path, or with this name in the models folder."""
+    path, here = Path(named).expanduser(), models_folder() / named
+    return next((each for each in (path, here, here.with_name(f"{here.name}.gguf")) if os.path.isfile(each)), None)
+
+
+def local_model(named: str) -> Path:
+    """The file of a model on this machine: as in `choose_model`, but nothing is downloaded, and a path without a file
+    is returned as it is. Raises `ModelError` for a name of several models, and for one of Ollama's library."""
+    path = Path(named).expanduser()
+    found = _given_file(named) or (None if path.exists() else find_model(models_folder(), named))
+    if found is None and not path.exists() and (known := library_model(named)):
+        raise ModelError(
+            f"{named} is a name of Ollama's library, not a file here; the model is -m {known} on the Hugging Face hub, "
+            f"which downloads it, as does `cppbatch models pull {known}`"
+        )
+    return found or path
 
 
 def choose_projector(named: str) -> Path | None:

@@ -23,7 +23,7 @@ import psutil
 
 from cppbatch import child_processes
 from cppbatch.errors import ModelError
-from cppbatch.models.file_header import WEIGHT_TYPES, read_header
+from cppbatch.models.file_header import FILE_TYPES, WEIGHT_TYPES, read_header
 from cppbatch.models.find import check_path, copy_path, model_parts
 from cppbatch.models.kernels import KernelTimes
 from cppbatch.regular_files import is_same_file, is_special, replace_file
@@ -230,10 +230,7 @@ def _requantization(path: Path, matrices: list[Matrix], targets: Mapping[str, st
 
 def _file_type(path: Path, main: str) -> str:
     """The file type of a file with mostly this type: the source's own, like Q4_K_S, if that fits."""
-    import gguf  # takes long, and most commands read models only
-
-    numbers = {int(each): each.name.partition("_")[2] for each in gguf.LlamaFileType}  # "MOSTLY_Q4_K_S"
-    own = numbers.get(read_header(path).metadata.get("general.file_type", -1), "")
+    own = FILE_TYPES.get(read_header(path).metadata.get("general.file_type", -1), "")
     return own if own == main or own.startswith(f"{main}_") else _MAIN_FILE_TYPES.get(main, main)
 
 

@@ -57,6 +57,8 @@ def create_app(
     for routes in ROUTES:
         if routes is not web_page.routes or settings.webui:
             routes.add_to(app)
+    if not settings.webui:
+        app.router.add_get(web_page.INDEX, web_page.running)
     if settings.predict_path:
         app.router.add_post(settings.predict_path, predict)
     app.cleanup_ctx.append(run_batches)

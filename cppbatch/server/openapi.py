@@ -21,6 +21,11 @@ from cppbatch.server.api.llama_server import completion as llama_completion
 from cppbatch.server.api.llama_server import embeddings as llama_embeddings
 from cppbatch.server.api.llama_server import status as llama_status
 from cppbatch.server.api.llama_server import tokenize as llama_tokenize
+from cppbatch.server.api.ollama import chat as ollama_chat
+from cppbatch.server.api.ollama import embed as ollama_embed
+from cppbatch.server.api.ollama import generate as ollama_generate
+from cppbatch.server.api.ollama import manage as ollama_manage
+from cppbatch.server.api.ollama import models as ollama_models
 from cppbatch.server.api.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.api.responses import create_response
 from cppbatch.server.fields.sampling import SamplingFields
@@ -75,6 +80,11 @@ ROUTES = (
     llama_tokenize.routes,
     llama_embeddings.routes,
     llama_status.routes,
+    ollama_chat.routes,
+    ollama_generate.routes,
+    ollama_embed.routes,
+    ollama_models.routes,
+    ollama_manage.routes,
 )
 """The routes of all modules, in the order of the document."""
 _ENDPOINTS = {(route.method, route.shown_path): route.endpoint for routes in ROUTES for route in routes}
@@ -92,7 +102,7 @@ def document() -> bytes:
             "info": {
                 "title": "cppbatch",
                 "version": __version__,
-                "description": "OpenAI-compatible and Anthropic-compatible APIs for GGUF models",
+                "description": "OpenAI-compatible, Anthropic-compatible and Ollama-compatible APIs for GGUF models",
             },
             "paths": paths,
             "components": {

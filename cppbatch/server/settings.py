@@ -57,6 +57,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     """The text of a chat template; None: the model's own."""
 
+    system: str | None = None
+    """The system message of conversations without one; None: none."""
     template_variables: dict[str, Any] = {}
     """Chat template variables for requests that do not set them (--chat-template-kwargs, --reasoning)."""
     thinking_tokens: int | None = None

@@ -99,6 +99,11 @@ async def index(request: web.Request) -> web.Response:
     return _response(request, page_files()["index.html"])
 
 
+async def running(_request: web.Request) -> web.Response:
+    """`GET /` of a server without the web page: Ollama's clients look for an answer there."""
+    return web.Response(text="cppbatch is running\n")
+
+
 @routes.get(f"{PREFIX}{{path:.+}}", dict.fromkeys(_MEDIA_TYPES.values(), TEXT), (404,))
 async def page_file(request: web.Request) -> web.Response:
     """A file of the web page; no API key required."""

@@ -103,11 +103,13 @@ async def serve(
     changes: dict[str, Json] | None = None,
     memory: int | None = None,
     catalog: Catalog | None = None,
+    accepts_models: bool = False,
     **options: Any,
 ) -> AsyncIterator[Http]:
     shared = ServerSettings(**(settings or {}))
     of_folder = catalog or FolderCatalog(folder, shared, default, **(changes or {}))
-    models = ManyModels(of_folder, shared, MemoryPlanLoader(use_profiles=False, budget=memory), **options)
+    loader = MemoryPlanLoader(use_profiles=False, budget=memory)
+    models = ManyModels(of_folder, shared, loader, folder=folder if accepts_models else None, **options)
     try:
         app = create_app(models, storage=open_storage(data, URLS) if data else None)
         async with TestClient(TestServer(app)) as http:

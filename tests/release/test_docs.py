@@ -70,7 +70,7 @@ def run(command: list[str], servers: Servers) -> str:
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 32
-    assert len(COMMANDS) == 49
+    assert len(COMMANDS) == 50
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -85,11 +85,16 @@ class ChatServer(AppThread):
 
         super().__init__({"model": model, "n_parallel": 4, "n_threads": 1, "n_ctx": 1024, **engine}, make_app)
 
-    def use(self, form: ScriptedFormat | None) -> None:
-        """From now on the model holds conversations like this; None: as it does itself."""
+    @property
+    def serving(self) -> Any:
+        """The engine and settings that answer."""
         models = self.app[MODELS]
         assert isinstance(models, OneModel)
-        serving: Any = models.serving
+        return models.serving
+
+    def use(self, form: ScriptedFormat | None) -> None:
+        """From now on the model holds conversations like this; None: as it does itself."""
+        serving = self.serving
         made = serving.client.chat_formats.made
         made.pop(serving._own_template, None)
         if form:

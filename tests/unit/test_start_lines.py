@@ -25,7 +25,7 @@ GPU = Device("CUDA0", "NVIDIA H100 80GB HBM3", 79 * GIB, 80 * GIB)
 FACTS = ModelFacts(
     path="models/Some-8B.Q4_K_M.gguf", architecture="llama", name=None, license=None, size_bytes=4_920_000_000,
     n_params=8_030_000_000, n_ctx_train=8192, n_layer=32, n_embd=1, n_head=1, n_head_kv=1, n_vocab=1,
-    tensor_types={"F32": 100, "Q4_K": 90}, main_type="Q4_K", has_chat_template=True, pooling=None,
+    tensor_types={"F32": 100, "Q4_K": 90}, main_type="Q4_K", file_type="Q4_K_M", has_chat_template=True, pooling=None,
 )  # fmt: skip
 
 

@@ -323,6 +323,11 @@ class EngineClient(ABC):
         May be called several times per second. Idle engines are not queried, and sleeping ones are not woken.
         """
 
+    def sleep_after(self, _seconds: float | None) -> bool:
+        """Lets the workers stop after this time without requests, once; -1: never; None: as configured. Returns whether
+        this engine has workers that stop and start."""
+        return False
+
     @abstractmethod
     async def close(self) -> None:
         """Closes the engine; unfinished requests get a last event (cancelled)."""

@@ -140,6 +140,10 @@ class EngineGroup(EngineClient):
         each = await asyncio.gather(*(engine.live() for engine in self._all_engines()))
         return [state for states in each for state in states]
 
+    def sleep_after(self, seconds: float | None) -> bool:
+        """As in `EngineClient`."""
+        return all(engine.sleep_after(seconds) for engine in self._all_engines())
+
     async def close(self) -> None:
         """Kills all workers; unfinished requests get a last event (cancelled)."""
         await asyncio.gather(*(engine.close() for engine in self._all_engines()))

@@ -303,6 +303,11 @@ class EngineProcess(EngineClient):
             return 1.0
         return min(60.0, max(1.0, (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)))
 
+    def sleep_after(self, seconds: float | None) -> bool:
+        """As in `EngineClient`."""
+        self._supervisor.sleep_after(seconds)
+        return True
+
     def limit_threads(self, n: int) -> None:
         """Limits the worker to `n` compute threads from its next step on. No effect on a GPU or with `n_threads`."""
         self._max_threads = n

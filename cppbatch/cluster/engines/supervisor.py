@@ -41,6 +41,7 @@ _LOAD_ERRORS = (
 )  # fmt: skip
 _MAX_REFITS = 4  # before the first worker has loaded the model
 _MAX_RPC_LOSSES = 2  # in steps, with no token in between
+_LEAST_IDLE_S = 0.1  # of `sleep_after`: requests that have arrived are sent meanwhile
 _RPC_PAUSE_S = 0.5  # between two checks whether an RPC worker is back
 _RPC_NOTICE_S = 0.5  # llama.cpp may abort before the loss of a worker is noticed here
 
@@ -94,7 +95,8 @@ class Supervisor:
         self._n_refits = 0  # since the last worker with the settings of `_full_config`
         self._listener = listener
         self._step_timeout = step_timeout
-        self._sleep_idle_seconds = sleep_idle_seconds
+        self._sleep_idle_seconds = self._sleep_after = sleep_idle_seconds
+        self._has_new_limit = asyncio.Event()
         self._woken = asyncio.Event()
         self._runtime = runtime
         self.worker: WorkerHandle | None = None
@@ -122,6 +124,12 @@ class Supervisor:
     def wake(self) -> None:
         """Called for a request: starts a worker if the last one was stopped for idleness."""
         self._woken.set()
+
+    def sleep_after(self, seconds: float | None) -> None:
+        """Lets the worker stop after this time without requests instead, once; -1: never; None: as set at first."""
+        given = seconds if seconds is None or seconds == -1 else max(_LEAST_IDLE_S, seconds)
+        self._sleep_after = self._sleep_idle_seconds if given is None else given
+        self._has_new_limit.set()
 
     def kill(self) -> None:
         """Kills the worker and ends `run`, whose listener may be gone. Any thread may call this, also after the event
@@ -278,23 +286,25 @@ class Supervisor:
                 task.cancel()
 
     async def _sleep_when_idle(self, ready_at: float) -> None:
-        """Waits until there have been no requests for `sleep_idle_seconds`, and stops sending requests to the
-        worker."""
-        if self._sleep_idle_seconds == -1:
-            await asyncio.Event().wait()  # forever
+        """Waits until there have been no requests for `sleep_idle_seconds`, or the time of `sleep_after`, and stops
+        sending requests to the worker."""
         while True:
+            most = None if self._sleep_after == -1 else self._sleep_after
             idle = min(self._listener.idle_seconds, time.monotonic() - ready_at)
-            if idle < self._sleep_idle_seconds:
-                await asyncio.sleep(self._sleep_idle_seconds - idle)
+            if most is None or idle < most:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._has_new_limit.wait(), None if most is None else most - idle)
+                self._has_new_limit.clear()
                 continue
             await self._listener.before_sleep()
-            if self._listener.idle_seconds >= self._sleep_idle_seconds:
+            if self._listener.idle_seconds >= most:
                 break
+        self._sleep_after = self._sleep_idle_seconds
         self._woken.clear()
         self.worker = None
         self.health = Health(status="sleeping")
         self._failures = self._external_kills = 0
-        log.info("no request for %g s: stopping the worker; the next request starts it again", self._sleep_idle_seconds)
+        log.info("no request for %g s: stopping the worker; the next request starts it again", most)
 
     async def _stop(self, worker: WorkerHandle) -> None:
         """Lets a worker without requests close its engine, which may have data to write."""

@@ -19,7 +19,7 @@ from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.fields.parse import IGNORED, read_json
 from cppbatch.server.http.api_errors import api_error, json_response, openai_error
 from cppbatch.server.http.endpoint import Answer, Routes
-from cppbatch.server.http.event_stream import PING, STARTED, STREAM_HEADERS, ServerSentEvent
+from cppbatch.server.http.event_stream import LINES, PING, STARTED, STREAM_HEADERS, ServerSentEvent
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.observe.metrics import METRICS, endpoint_of
 from cppbatch.server.run_requests import Event, OnEvent, run_requests
@@ -62,6 +62,8 @@ class ResponseBuilder(ABC):
     def build(self, completions: list[list[GenerationEvent]]) -> object:
         """The body of a non-streamed response, from all events of each completion."""
 
+    streams_lines = False
+    """Whether a stream is lines of JSON instead of server-sent events, as in Ollama's API."""
     starts_with_counts = False
     """Whether `stream_start` has the counts of the prompt, and so waits for the first event that has them."""
 
@@ -70,7 +72,8 @@ class ResponseBuilder(ABC):
         return []
 
     def stream_ping(self) -> ServerSentEvent | None:
-        """What a stream sends while it waits, after `stream_start`; None: a comment, which clients skip."""
+        """What a stream sends while it waits, after `stream_start`; None: a comment, which clients skip. Lines of JSON
+        have no comments."""
         return None
 
     @abstractmethod
@@ -218,7 +221,9 @@ class _Stream:
     def __init__(self, request: web.Request, builder: ResponseBuilder, *, ping_seconds: int) -> None:
         """`ping_seconds`: silence after which the stream sends a ping; 0 and less: never."""
         self._request, self._builder, self._ping_seconds = request, builder, ping_seconds
-        self._response = request.get(STARTED) or web.StreamResponse(headers=STREAM_HEADERS)
+        headers = STREAM_HEADERS | ({"Content-Type": LINES} if builder.streams_lines else {})
+        self._response = request.get(STARTED) or web.StreamResponse(headers=headers)
+        self._encode = ServerSentEvent.as_line if builder.streams_lines else ServerSentEvent.encode
         self._has_started = False
         self._sent_at = 0.0
 
@@ -259,7 +264,7 @@ class _Stream:
             self._has_started = True
             events = [*self._builder.stream_start(), *events]
         if events:
-            await self._write(b"".join(event.encode() for event in events))
+            await self._write(b"".join(map(self._encode, events)))
 
     async def _write(self, data: bytes) -> None:
         self._sent_at = monotonic()
@@ -272,9 +277,10 @@ class _Stream:
         while True:
             await asyncio.sleep(max(0.0, self._sent_at + self._ping_seconds - monotonic()))
             if monotonic() - self._sent_at >= self._ping_seconds:
-                event = self._builder.stream_ping() if self._has_started else None
+                has_form = self._has_started or self._builder.streams_lines
+                event = self._builder.stream_ping() if has_form else None
                 with contextlib.suppress(ConnectionResetError):  # the next event ends the stream
-                    await self._write(event.encode() if event else PING)
+                    await self._write(self._encode(event) if event else PING)
 
 
 # --- content blocks --------------------------------------------------------------------------------------------------

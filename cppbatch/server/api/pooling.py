@@ -12,6 +12,7 @@ import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalise_vectors, vector_of
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, Pair
 from cppbatch.engine.request import Prompt as AnyPrompt
 from cppbatch.errors import GenerationFailed, InvalidRequest
@@ -178,21 +179,31 @@ async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> Prepar
 
     Raises `InvalidRequest`.
     """
-    if serving.info.pooling == "none":
-        message = "has pooling none (one vector per token), which this API cannot return; use /embeddings"
-        raise InvalidRequest("model", f"{serving.info.name} {message}")
+    check_embeds_whole(serving.info)
     return await prepare_vectors(body, serving, EmbeddingBuilder(body, serving.name))
 
 
 async def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: PoolingBuilder) -> PreparedRequest:
     """The engine requests, for any builder of vectors. Raises `InvalidRequest`."""
-    info = serving.info
-    if info.pooling == "rank":
-        raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
-    if info.pooling is not None:
-        check_dimensions(body.dimensions, info.n_embd)
+    check_embeds(serving.info)
+    if serving.info.pooling is not None:
+        check_dimensions(body.dimensions, serving.info.n_embd)
     requests = pooling_requests(body, serving, builder.id, await body.prompts(serving), "input")
     return PreparedRequest(requests, builder, field_names={"prompt": "input"})
+
+
+def check_embeds(info: ModelInfo) -> None:
+    """Raises `InvalidRequest` for a reranker. The engine refuses a model that generates text."""
+    if info.pooling == "rank":
+        raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
+
+
+def check_embeds_whole(info: ModelInfo) -> None:
+    """Raises as `check_embeds`, and for a vector per token, which most APIs cannot return."""
+    check_embeds(info)
+    if info.pooling == "none":
+        message = "has pooling none (one vector per token), which this API cannot return; use /embeddings"
+        raise InvalidRequest("model", f"{info.name} {message}")
 
 
 class EmbeddingBuilder(PoolingBuilder):

@@ -207,6 +207,14 @@ class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     error: AnthropicErrorDetail
 
 
+class OllamaErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every error response, in Ollama's format, and the last line of a stream that failed."""
+
+    error: str
+    """The message; it names the field that caused the error."""
+
+
+_OLLAMA_PATHS = "/api/"
 _LONGEST_GUESSED = 100  # maximum length of an unknown path to compare with existing ones
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_VERSION = "anthropic-version"
@@ -229,11 +237,19 @@ def _is_anthropic_path(path: str) -> bool:
     return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
-def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResponse:
+def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResponse | OllamaErrorResponse:
     """The body of an error response, in the format of the path's API."""
+    if path.startswith(_OLLAMA_PATHS):
+        return ollama_error(error)
     if _is_anthropic_path(path):
         return anthropic_error(error)
     return openai_error(error)
+
+
+def ollama_error(error: ApiError) -> OllamaErrorResponse:
+    """Ollama's error object. An unknown model is reported in Ollama's words: model 'x' not found."""
+    is_unknown = error.code == _INVALID[ModelNotFound][1]
+    return OllamaErrorResponse(error=error.message.replace("model: ", "model ", 1) if is_unknown else error.message)
 
 
 def openai_error(error: ApiError) -> ErrorResponse:

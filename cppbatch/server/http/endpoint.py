@@ -97,9 +97,9 @@ class Routes(list[Route]):
         """Declares the handler of a POST route, by default one that uses the engine."""
         return partial(self._add, "post", path, answer, body=body, errors=errors, **more)
 
-    def delete(self, path: str, answer: Answer, errors: tuple[int, ...]) -> Declare:
+    def delete(self, path: str, answer: Answer, errors: tuple[int, ...], **more: Any) -> Declare:
         """Declares the handler of a DELETE route."""
-        return partial(self._add, "delete", path, answer, errors=errors)
+        return partial(self._add, "delete", path, answer, errors=errors, **more)
 
     def add_to(self, app: web.Application) -> None:
         """Adds the routes to an application."""
@@ -113,17 +113,20 @@ class Routes(list[Route]):
         handler: Handler,
         *,
         streams: bool = False,
+        lines: bool = False,
         also: tuple[str, ...] = (),
         options: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Handler:
-        """`streams`: the response may be streamed. `also`: its paths in other APIs. `options`: for aiohttp. `fields`:
-        of `Endpoint`, such as the `types` referenced by schemas."""
+        """`streams`: the response may be streamed; `lines`: as lines of JSON. `also`: its paths in other APIs.
+        `options`: for aiohttp. `fields`: of `Endpoint`, such as the `types` referenced by schemas."""
         (paragraph, *_) = (handler.__doc__ or "").split("\n\n")
         summary = " ".join(paragraph.split()).removesuffix(".")
         content, types = _content(answer)
         if streams:
             content = {**content, "text/event-stream": _SERVER_SENT_EVENT}
+        if lines:
+            content = {**content, "application/x-ndjson": content["application/json"]}
         described: Json = {"summary": summary, "content": content, "types": types, **fields}
         route = Route(method, path, handler, Endpoint(**described), options or {})
         same = route.endpoint._replace(summary=f"Same as {path}", prepare=None)

@@ -16,6 +16,8 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+LINES = "application/x-ndjson"
+"""The content type of a stream of lines of JSON."""
 PING = b": ping\n\n"
 """A comment, which clients skip."""
 STARTED = web.RequestKey("started_stream", web.StreamResponse)
@@ -34,6 +36,10 @@ class ServerSentEvent(NamedTuple):
         name = f"event: {self.event}\n".encode() if self.event else b""
         data = self.data.encode() if isinstance(self.data, str) else encode_line(self.data)
         return name + b"data: " + data + b"\n\n"
+
+    def as_line(self) -> bytes:
+        """The data as a line of JSON, in a stream of such lines."""
+        return encode_line(self.data) + b"\n"
 
 
 DONE = ServerSentEvent("[DONE]")

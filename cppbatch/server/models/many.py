@@ -15,11 +15,12 @@ from prometheus_client.core import Metric
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState
 from cppbatch.cluster.model_pool import ModelPool, ModelState, PooledModel, UnloadReason
 from cppbatch.engine.observe.metrics import EngineStats, add_up
-from cppbatch.errors import ConfigError, EngineClosed, Forbidden, InvalidRequest, ModelError
+from cppbatch.errors import ConfigError, Conflict, EngineClosed, Forbidden, InvalidRequest, ModelError
 from cppbatch.models.find import shorter_names
 from cppbatch.models.inspect import ModelFacts, inspect_model
 from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.http.api_errors import LoadTimeout, ModelNotFound
+from cppbatch.server.models.created import CreatedModel, CreatedModels
 from cppbatch.server.models.loader import LoadPlan, MemoryPlanLoader, ModelSpec
 from cppbatch.server.models.served import ModelCounts, ModelEntry, ModelLease, RouterSettings, ServedModels, status_of
 from cppbatch.server.models.serving import Serving
@@ -62,9 +63,11 @@ class ManyModels(ServedModels):
         max_loaded: int = 0,
         autoload: bool = True,
         any_model: bool = False,
+        folder: Path | None = None,
     ) -> None:
         """`max_loaded`: maximum loaded models; 0: limited by memory. `autoload`: a request loads its model; otherwise
-        only `POST /models/load` does. `any_model`: unknown names refer to the default model.
+        only `POST /models/load` does. `any_model`: unknown names refer to the default model. `folder`: to which clients
+        may add models (`CreatedModels`); None: they may not.
 
         Raises the errors of `catalog.read`.
         """
@@ -75,6 +78,7 @@ class ManyModels(ServedModels):
         self._loader = loader
         self._specs = loader.specs
         self._default: str | None = None
+        self._created = CreatedModels(folder) if folder else None
         self._clock = asyncio.get_running_loop().time
         self._looked_at = self._clock()
         self._reloading = asyncio.Lock()
@@ -109,7 +113,11 @@ class ManyModels(ServedModels):
         self._default = content.default
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """All names of a model: its name, aliases, and its name without the weight type, if that is unique."""
+        """All names of a model: its name, aliases, and its name without the weight type, if that is unique; of a
+        created model also those of the model it is made from, which a key may allow."""
+        if created := self.find_created(name):
+            base = self._find(created.base)
+            return (name, *(self.names_of(base) if base else ()))
         shorter = [each for each in shorter_names(name) if self._find(each) == name]
         return (name, *self._specs[name].settings.aliases, *shorter)
 
@@ -123,26 +131,52 @@ class ManyModels(ServedModels):
         found = [each for each in self._specs if name in shorter_names(each)]
         return found[0] if len(found) == 1 else None
 
+    def find_created(self, name: str) -> CreatedModel | None:
+        """As in `ServedModels`. Files and aliases come first."""
+        return self._created.find(name) if self._created and self._find(name) is None else None
+
+    def folder_of_models(self) -> Path:
+        """As in `ServedModels`."""
+        return self._created.folder if self._created else super().folder_of_models()
+
+    async def create(self, name: str, model: CreatedModel) -> None:
+        """As in `ServedModels`."""
+        if self._created is None or self._find(name) is not None:
+            folder = self.folder_of_models()
+            raise Conflict("model", f"{name!r} is a file in {folder.name}/; choose another name")
+        model.settings(self.settings)  # checks it
+        await asyncio.to_thread(self._created.add, name, model)
+        self._servings.pop(name, None)
+
+    async def delete_created(self, name: str) -> None:
+        """As in `ServedModels`."""
+        await super().delete_created(name)
+        assert self._created
+        await asyncio.to_thread(self._created.remove, name)
+        self._servings.pop(name, None)
+
     def _model_for(self, name: str) -> str | None:
         """The model for requests with this name."""
         return self._find(name) or (self._default if self._any_model else None)
 
     async def resolve(self, name: str | None, rules: KeyRules | None) -> str:
-        """The model for a request with this name. Rescans the folder for an unknown name.
+        """The model for a request with this name, or the one that it is made from. Rescans the folder for an unknown
+        name.
 
         Raises `ModelNotFound`, `InvalidRequest` if a model name is required, and `Forbidden`.
         """
-        found = self._default if name is None else self._find(name)
+        created = None if name is None else self.find_created(name)
+        found = self._default if name is None else self._find(created.base if created else name)
         if found is None and name is not None and self._clock() > self._looked_at + _LOOK_AGAIN_S:
             try:
                 await self.reload()
             except (ConfigError, ModelError) as error:  # perhaps it is being edited
                 log.warning("the models are unchanged: %s", error)
-            found = self._find(name)
+            found = self._find(created.base if created else name)
         if found is None and self._any_model:
             found = self._default
         if found is not None and rules:
-            rules.check_model(self.names_of(found), name)
+            rules.check_model(self.names_of(name if created and name else found), name)
         if found is None:
             known = self._available(rules)
             if name is None:
@@ -151,9 +185,14 @@ class ManyModels(ServedModels):
         return found
 
     def _visible(self, rules: KeyRules | None) -> Iterator[str]:
-        for name in self._specs:
+        for name in (*self._specs, *self._created_names()):
             if not rules or rules.may_use(self.names_of(name)):
                 yield name
+
+    def _created_names(self) -> list[str]:
+        """The created models whose file exists."""
+        names = self._created or ()
+        return [name for name in names if (made := self.find_created(name)) and self._find(made.base) is not None]
 
     def _available(self, rules: KeyRules | None) -> str:
         """The models in a message."""
@@ -191,9 +230,13 @@ class ManyModels(ServedModels):
             lease.release()
             raise ModelNotFound(f"{model!r} not found; available: {self._available(rules)}")
         waited = 0.0 if was_loaded else self._clock() - began
-        return ModelLease(serving=self._serving(model, lease.engine), release=lease.release, rules=rules, waited=waited)
+        serving = self._serving(model, lease.engine, name if name and self.find_created(name) else None)
+        return ModelLease(serving=serving, release=lease.release, rules=rules, waited=waited)
 
-    def _serving(self, name: str, engine: EngineClient) -> Serving:
+    def _serving(self, name: str, engine: EngineClient, created: str | None = None) -> Serving:
+        """`created`: the name of a model that is made from this one."""
+        if created and (model := self.find_created(created)):
+            return self._serving_of_created(created, model, self._serving(name, engine))
         serving = self._servings.get(name)
         if serving is None or serving.client is not engine:
             lora = serving.lora if serving else None
@@ -203,6 +246,14 @@ class ManyModels(ServedModels):
             serving.lora = lora
         return serving
 
+    def _serving_of_created(self, name: str, model: CreatedModel, base: Serving) -> Serving:
+        serving = self._servings.get(name)
+        if serving is None or serving.client is not base.client:
+            settings = model.settings(base.settings)
+            serving = self._servings[name] = Serving(base.client, settings, (name,), lambda other: other == name)
+        serving.lora = base.lora
+        return serving
+
     async def load(self, name: str, rules: KeyRules | None) -> None:
         """As in `ServedModels`."""
         self.pool.load(await self.resolve(name, rules))
@@ -210,6 +261,17 @@ class ManyModels(ServedModels):
     async def unload(self, name: str, rules: KeyRules | None) -> None:
         """As in `ServedModels`."""
         self.pool.unload(await self.resolve(name, rules))
+
+    def knows(self, name: str) -> bool:
+        """As in `ServedModels`."""
+        return self._find(name) is not None or self.find_created(name) is not None
+
+    def keep(self, name: str, seconds: float | None) -> bool:
+        """As in `ServedModels`."""
+        created = self.find_created(name)
+        if found := self._model_for(created.base if created else name):
+            self.pool.keep(found, seconds)
+        return True
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -233,18 +295,28 @@ class ManyModels(ServedModels):
 
     async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
         """As in `ServedModels`."""
-        return list(await asyncio.gather(*[self._entry(self._specs[name]) for name in self._visible(rules)]))
+        return list(await asyncio.gather(*map(self._entry, self._visible(rules))))
 
     async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
         """As in `ServedModels`."""
-        found = self._find(name)
+        found = name if self.find_created(name) else self._find(name)
         if found is None or found not in self._visible(rules):
             raise ModelNotFound(f"{name!r} not found; available: {self._available(rules)}")
-        return await self._entry(self._specs[found])
+        return await self._entry(found)
 
-    def _entry(self, spec: ModelSpec) -> Awaitable[ModelEntry]:
+    def _entry(self, name: str) -> Awaitable[ModelEntry]:
         """Looks up the model now: it may be removed before the answer is complete."""
+        if created := self.find_created(name):
+            base = self._find(created.base)
+            assert base
+            return self._entry_of_created(name, created, self._entry(base))
+        spec = self._specs[name]
         return self._read_entry(spec, self.pool.models[spec.name], self.names_of(spec.name))
+
+    async def _entry_of_created(self, name: str, model: CreatedModel, base: Awaitable[ModelEntry]) -> ModelEntry:
+        entry = await base
+        settings = model.settings(entry.settings)
+        return msgspec.structs.replace(entry, name=name, names=(name,), settings=settings, default=False, pinned=False)
 
     async def _read_entry(
         self, spec: ModelSpec, model: PooledModel[LoadPlan, EngineClient], names: tuple[str, ...]
@@ -268,6 +340,7 @@ class ManyModels(ServedModels):
             n_parallel=engine.config.n_parallel * len(workers) if engine else 0,
             pinned=spec.pinned,
             default=name == self._default,
+            seconds_left=None if model.expires_at is None or not is_up else model.expires_at - self._clock(),
         )
 
     async def _facts_of(self, spec: ModelSpec) -> ModelFacts | None:

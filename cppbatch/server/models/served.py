@@ -23,6 +23,7 @@ from cppbatch.server.auth.keys import KEY, client_of
 from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.http.api_errors import ModelNotFound
 from cppbatch.server.http.event_stream import ping_while_waiting
+from cppbatch.server.models.created import CreatedModel
 from cppbatch.server.models.serving import Serving
 from cppbatch.server.process import first_lines
 from cppbatch.server.run_requests import target_concurrency
@@ -88,6 +89,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     default: bool = False
     """Whether requests without a model use it."""
+    seconds_left: float | None = None
+    """Until it is unloaded, if no request comes; None: never, or it is not loaded."""
 
     @property
     def is_failed(self) -> bool:
@@ -122,6 +125,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a request loads its model."""
     default: str | None
     """The model for requests without a model name."""
+
+
+_NO_FOLDER = (
+    "this server has no folder of models; start it with --models-dir DIR to pull, copy, create and delete models"
+)
 
 
 class ServedModels(ABC):
@@ -174,6 +182,15 @@ class ServedModels(ABC):
         """A model by one of its names. Raises `ModelNotFound`."""
 
     @abstractmethod
+    def knows(self, name: str) -> bool:
+        """Whether this is one of the names of a model."""
+
+    @abstractmethod
+    def keep(self, name: str, seconds: float | None) -> bool:
+        """Sets how long a model stays loaded without requests, once; 0: until its last request ends; -1: always; None:
+        as configured. Returns whether it can be unloaded."""
+
+    @abstractmethod
     async def workers(self) -> list[WorkerState]:
         """The workers of all loaded models."""
 
@@ -215,6 +232,22 @@ class ServedModels(ABC):
     async def unload(self, name: str, rules: KeyRules | None) -> None:
         """Unloads the model after its last request, without waiting. Raises `ModelNotFound` and `Forbidden`, and
         `Conflict` on a server with one model."""
+
+    def folder_of_models(self) -> Path:
+        """The folder to which clients may add models. Raises `Conflict` if there is none."""
+        raise Conflict("model", f"cannot be changed: {_NO_FOLDER}")
+
+    def find_created(self, name: str) -> CreatedModel | None:
+        """What was created under this name; None: nothing, or a file."""
+        return None
+
+    async def create(self, name: str, model: CreatedModel) -> None:
+        """Adds a model that runs in the engine of another one. Raises `Conflict`, `ConfigError` and `StorageError`."""
+        self.folder_of_models()
+
+    async def delete_created(self, name: str) -> None:
+        """Removes such a model; its running requests end normally. Raises as `create`."""
+        self.folder_of_models()
 
     @abstractmethod
     def first_lines(self, urls: list[str]) -> list[str]:
@@ -312,6 +345,14 @@ class OneModel(ServedModels):
             n_parallel=serving.client.config.n_parallel * len(workers),
             default=True,
         )
+
+    def knows(self, name: str) -> bool:
+        """As in `ServedModels`."""
+        return name in self.serving.model_names
+
+    def keep(self, name: str, seconds: float | None) -> bool:
+        """As in `ServedModels`: its workers sleep, and the next request starts them."""
+        return self.serving.client.sleep_after(seconds)
 
     async def workers(self) -> list[WorkerState]:
         """As in `ServedModels`."""

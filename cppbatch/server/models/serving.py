@@ -213,9 +213,12 @@ class Serving:
         if len(turn.tools) > _MAX_TOOLS:
             raise InvalidRequest("tools", f"has {len(turn.tools):,} tools; the limit is {_MAX_TOOLS:,}")
         limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
+        messages = turn.messages
+        if self.settings.system and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.settings.system}, *messages]
         turn = replace(
             turn,
-            messages=tools.media.load(turn.messages),
+            messages=tools.media.load(messages),
             variables=self.settings.template_variables | turn.variables,
             thinking_tokens=limit,
             parse_special=self.settings.parse_special if turn.parse_special is None else turn.parse_special,

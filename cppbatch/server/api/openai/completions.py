@@ -130,7 +130,7 @@ async def prepare_completion(
     serving.check(body)
     prompts: Sequence[Prompt] = body.prompts()
     if body.suffix:
-        prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
+        prompts = [fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
     response_id = new_id("cmpl-")
     requests = serving.engine_requests(body, response_id, prompts, max_tokens=default_max_tokens)
     builder = CompletionBuilder(body, serving, response_id)
@@ -138,7 +138,7 @@ async def prepare_completion(
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=body.field_names)
 
 
-def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
+def fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
     """The prompt for the text between a prefix and a suffix, in the model's own format."""
     tokens = serving.info.fill_in
     if tokens is None:

@@ -307,7 +307,7 @@ def _meta(entry: ModelEntry) -> ModelMeta | UnsetType:
         )
     if facts := entry.facts:
         return ModelMeta(
-            description=f"{facts.architecture} {facts.main_type}",
+            description=f"{facts.architecture} {facts.file_type}",
             n_ctx_train=facts.n_ctx_train,
             n_params=facts.n_params,
             n_vocab=facts.n_vocab,

@@ -1,0 +1,107 @@
+"""`POST /api/embed` and `POST /api/embeddings`."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from cppbatch.engine.embeddings import normalise_vectors
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.server.answer.response import PreparedRequest, respond
+from cppbatch.server.api.ollama.builder import ERRORS, KeptLease, load_or_unload, nanoseconds
+from cppbatch.server.api.ollama.types import (
+    OllamaEmbeddingsRequest,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedRequest,
+    OllamaEmbedResponse,
+)
+from cppbatch.server.api.pooling import PoolingBuilder, PoolingFields, check_count, check_embeds_whole, pooling_requests
+from cppbatch.server.fields.parse import read_json
+from cppbatch.server.http.api_errors import json_response
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.models.served import ModelLease
+from cppbatch.server.models.serving import Prompt, Serving
+
+routes = Routes()
+
+
+@routes.post("/api/embed", OllamaEmbedResponse, OllamaEmbedRequest, **ERRORS)
+async def embed(request: web.Request) -> web.StreamResponse:
+    """Compute an embedding for each text, in Ollama's API; without texts, load or unload the model."""
+    body = await read_json(request, OllamaEmbedRequest)
+    texts = [body.input] if isinstance(body.input, str) else body.input or []
+    if not any(texts):
+        await load_or_unload(request, body)
+        return json_response(OllamaEmbedResponse(model=body.model, embeddings=[]))
+    async with KeptLease(request, body) as lease:
+        check_count("input", len(texts))
+        most = None if body.truncate is False else lease.serving.info.max_sequence
+        return await respond(
+            request, lease, await _prepare(EmbedBuilder(body, lease), lease.serving, texts, "input", most)
+        )
+
+
+@routes.post("/api/embeddings", OllamaEmbeddingsResponse, OllamaEmbeddingsRequest, **ERRORS)
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """Compute the embedding of one text, in Ollama's older API; without a text, load or unload the model."""
+    body = await read_json(request, OllamaEmbeddingsRequest)
+    if not body.prompt:
+        await load_or_unload(request, body)
+        return json_response(OllamaEmbeddingsResponse(embedding=[]))
+    async with KeptLease(request, body) as lease:
+        builder = EmbeddingsBuilder("embd-", lease.serving.name, PoolingFields())
+        most = lease.serving.info.max_sequence
+        return await respond(request, lease, await _prepare(builder, lease.serving, [body.prompt], "prompt", most))
+
+
+async def _prepare(
+    builder: PoolingBuilder, serving: Serving, texts: list[str], field: str, most: int | None
+) -> PreparedRequest:
+    """`most`: tokens of a text, whose end is cut off; None: longer texts are refused. Raises `InvalidRequest`."""
+    check_embeds_whole(serving.info)
+    prompts = [text if most is None else await _cut(serving, text, most) for text in texts]
+    requests = pooling_requests(PoolingFields(), serving, builder.id, prompts, field)
+    return PreparedRequest(requests, builder, field_names={"prompt": field})
+
+
+_SPECIAL = 4  # at most: tokens before and after a text
+
+
+async def _cut(serving: Serving, text: str, most: int) -> Prompt:
+    """The text, or the first tokens of one that has more than `most`. A last token that ends texts remains."""
+    if len(text.encode()) + _SPECIAL <= most:  # a token has at least one byte
+        return text
+    tokens = [piece.id for piece in await serving.client.tokenize(text[: serving.max_length])]
+    if len(tokens) <= most:
+        return text
+    plain = [piece.id for piece in await serving.client.tokenize(text[: serving.max_length], add_special=False)]
+    end = tokens[-1:] if tokens[-1] != plain[-1] else []
+    return [*tokens[: most - len(end)], *end]
+
+
+class EmbedBuilder(PoolingBuilder):
+    """Builds the response of `/api/embed`."""
+
+    def __init__(self, body: OllamaEmbedRequest, lease: ModelLease) -> None:
+        super().__init__("embd-", body.model, PoolingFields())
+        self._dimensions, self._load_seconds = body.dimensions, lease.waited
+
+    def build(self, completions: list[list[GenerationEvent]]) -> OllamaEmbedResponse:
+        """As in `ResponseBuilder`. As in Ollama, more dimensions than a vector has mean all of them."""
+        vectors = self.vectors()
+        n = self._dimensions if self._dimensions and self._dimensions < vectors.shape[-1] else None
+        seconds = max(event.usage.total_seconds for event in self.last_events.values() if event.usage)
+        return OllamaEmbedResponse(
+            model=self.model,
+            embeddings=normalise_vectors(vectors, n).tolist(),
+            total_duration=nanoseconds(seconds),
+            load_duration=nanoseconds(self._load_seconds),
+            prompt_eval_count=self.usage().prompt_tokens,
+        )
+
+
+class EmbeddingsBuilder(PoolingBuilder):
+    """Builds the response of `/api/embeddings`."""
+
+    def build(self, completions: list[list[GenerationEvent]]) -> OllamaEmbeddingsResponse:
+        """As in `ResponseBuilder`."""
+        return OllamaEmbeddingsResponse(embedding=self.rows()[0].tolist())

@@ -1,0 +1,221 @@
+"""Models that Ollama's clients pull, create, copy and delete: who may, what every API serves, what is stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppbatch.models.library import library_model
+from cppbatch.server.auth.rules import Keys, api_key
+from cppbatch.server.models.created import FILE_NAME
+from tests.integration.test_many_models import serve, wait_for
+from tests.support import tiny_models
+from tests.support.fake_hub import FakeHub
+from tests.support.fixtures import chat_server
+from tests.support.http_client import Http, answered, get, post
+from tests.support.scripted_chat import ChatServer
+
+Json = dict[str, Any]
+
+server = chat_server()
+
+HELLO = [{"role": "user", "content": "hello"}]
+SHORT: Json = {"temperature": 0, "num_predict": 6}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.llama(tmp_path_factory.mktemp("file") / "base.gguf")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, file: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    shutil.copy(file, folder / "base.gguf")
+    return folder
+
+
+@pytest.fixture
+def hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    repositories = {"owner/Tiny-GGUF": {"Tiny-Q8_0.gguf": file.read_bytes()}, "Qwen/Qwen3-0.6B-GGUF": {}}
+    repositories["Qwen/Qwen3-0.6B-GGUF"] = {"Qwen3-0.6B-Q8_0.gguf": file.read_bytes()}
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with FakeHub(repositories).running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+async def statuses(http: Http, path: str, body: Json) -> list[Json]:
+    async with http.post(path, json=body) as answer:
+        assert (answer.status, answer.content_type) == (200, "application/x-ndjson"), await answer.text()
+        return [json.loads(line) for line in (await answer.text()).splitlines()]
+
+
+async def names(http: Http) -> set[str]:
+    return {model["name"] for model in (await get(http, "/api/tags"))[1]["models"]}
+
+
+MARIO: Json = {"model": "mario", "from": "base", "system": "You are Mario.", "parameters": {**SHORT, "stop": "zz"}}
+
+
+async def test_a_created_model_has_a_system_message_and_defaults_in_every_api(folder: Path) -> None:
+    async with serve(folder, accepts_models=True) as http:
+        assert (await statuses(http, "/api/create", MARIO))[-1] == {"status": "success"}
+        with_system = [{"role": "system", "content": "You are Mario."}, *HELLO]
+        expected = await answered(
+            http, "/v1/chat/completions", {"model": "base", "messages": with_system, "temperature": 0, "max_tokens": 6}
+        )
+        text = expected["choices"][0]["message"]["content"]
+        chat = await answered(http, "/api/chat", {"model": "mario:latest", "messages": HELLO, "stream": False})
+        assert (chat["message"]["content"], chat["eval_count"]) == (text, 6)
+        again = await answered(http, "/v1/chat/completions", {"model": "mario", "messages": HELLO})
+        assert (again["model"], again["choices"][0]["message"]["content"]) == ("mario", text)
+        shown = await answered(http, "/api/show", {"model": "mario"})
+        assert shown["system"] == "You are Mario."
+        assert [line.split() for line in shown["parameters"].splitlines()] == [
+            ["temperature", "0.0"], ["num_predict", "6"], ["stop", '"zz"'],
+        ]  # fmt: skip
+        assert await names(http) == {"base", "mario"}
+        assert {model["id"] for model in (await get(http, "/v1/models"))[1]["data"]} == {"base", "mario"}
+    async with serve(folder, accepts_models=True) as http:  # it is stored
+        assert await names(http) == {"base", "mario"}
+        created = await answered(
+            http, "/api/create", {"model": "luigi", "from": "mario", "system": "L", "stream": False}
+        )
+        assert created == {"status": "success"}
+        stored = json.loads((folder / FILE_NAME).read_text())
+        assert stored["luigi"] == {**stored["mario"], "system": "L"}
+        assert stored["luigi"]["base"] == "base"
+
+
+async def test_a_copy_is_another_name_until_it_is_deleted(folder: Path) -> None:
+    async with serve(folder, accepts_models=True) as http:
+        async with http.post("/api/copy", json={"source": "base", "destination": "other/name:7b"}) as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
+        asked = {"model": "other/name:7b", "prompt": "hello", "options": SHORT, "stream": False}
+        copied, own = await answered(http, "/api/generate", asked), {**asked, "model": "base"}
+        assert copied["response"] == (await answered(http, "/api/generate", own))["response"]
+        assert copied["load_duration"] > 0
+        (loaded, other) = (await get(http, "/api/ps"))[1]["models"]
+        assert {loaded["name"], other["name"]} == {"base", "other/name:7b"}
+        assert (await answered(http, "/api/generate", {"model": "other/name:7b", "keep_alive": 0}))["done"]
+        await wait_for(http, "base", "unloaded")
+        async with http.delete("/api/delete", json={"model": "other/name:7b"}) as answer:
+            assert answer.status == 200
+        assert (await post(http, "/api/generate", asked))[0] == 404
+        async with http.delete("/api/delete", json={"model": "base"}) as answer:  # a file that a person put there
+            assert answer.status == 409
+            assert "remove its file from models/" in (await answer.json())["error"]
+        assert (folder / "base.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "error"),
+    [
+        ("/api/create", {"model": "x"}, 400, "from: is required"),
+        ("/api/create", {"from": "base"}, 400, "model: is required"),
+        ("/api/create", {"model": "../x", "from": "base"}, 400, "model: is '../x'"),
+        ("/api/create", {"model": "base", "from": "base"}, 409, "model: 'base' is a file in models/"),
+        ("/api/create", {"model": "x", "from": "nothing"}, 404, "model 'nothing' not found"),
+        ("/api/create", {"model": "x", "from": "base", "template": "{{ .Prompt }}"}, 400, "template: is not supported"),
+        ("/api/create", {"model": "x", "from": "base", "parameters": {"top_p": 7}}, 400, "top_p: is 7"),
+        ("/api/copy", {"source": "nothing", "destination": "x"}, 404, "model 'nothing' not found"),
+        ("/api/copy", {"source": "base", "destination": "-x"}, 400, "destination: is '-x'"),
+        ("/api/pull", {"model": "no-such-model"}, 404, "model 'no-such-model' not found: it is neither"),
+        ("/api/push", {"model": "base"}, 501, "models cannot be pushed"),
+        ("/api/blobs/sha256:12", {}, 501, "files cannot be uploaded"),
+    ],
+)
+async def test_what_cannot_be_done_is_one_sentence(
+    folder: Path, path: str, body: Json, status: int, error: str
+) -> None:
+    async with serve(folder, accepts_models=True) as http:
+        answered_status, refused = await post(http, path, body)
+        assert (answered_status, refused["error"][: len(error)]) == (status, error)
+        assert await names(http) == {"base"}
+
+
+async def test_a_pulled_model_is_served_under_its_names_and_can_be_deleted(folder: Path, hub: FakeHub) -> None:
+    async with serve(folder, accepts_models=True) as http:
+        for name, repository in (
+            ("hf.co/owner/Tiny-GGUF:Q8_0", "owner/Tiny-GGUF"),
+            ("qwen3:0.6b", "Qwen/Qwen3-0.6B-GGUF"),
+        ):
+            steps = await statuses(http, "/api/pull", {"model": name})
+            (file,) = (folder / repository).glob("*.gguf")
+            assert steps[0] == {"status": "pulling manifest"}
+            assert steps[-1] == {"status": "success"}
+            size = file.stat().st_size
+            assert {"status": f"pulling {file.name}", "digest": file.name, "total": size, "completed": size} in steps
+            short = name.removeprefix("hf.co/")
+            assert {short, file.stem} <= await names(http)
+            answer = await answered(
+                http, "/api/chat", {"model": name, "messages": HELLO, "options": SHORT, "stream": False}
+            )
+            assert answer["eval_count"] == 6
+            asked = len(hub.requests)
+            assert (await answered(http, "/api/pull", {"model": name, "stream": False})) == {"status": "success"}
+            assert len(hub.requests) == asked  # it is there
+        assert (await statuses(http, "/api/pull", {"model": "owner/Other-GGUF"}))[-1].keys() == {"error"}
+        status, refused = await post(http, "/api/pull", {"model": "owner/Other-GGUF", "stream": False})
+        assert (status, "owner/Other-GGUF" in refused["error"]) == (400, True)
+        async with http.delete("/api/delete", json={"model": "Tiny-Q8_0"}) as answer:
+            assert answer.status == 200, await answer.text()
+        assert not (folder / "owner/Tiny-GGUF/Tiny-Q8_0.gguf").exists()
+        assert await names(http) == {"base", "Qwen3-0.6B-Q8_0", "qwen3:0.6b"}
+
+
+async def test_only_unlimited_keys_and_this_machine_may_change_models(folder: Path) -> None:
+    async with serve(folder, accepts_models=True) as http:
+        for header in ("X-Forwarded-For", "Via"):  # a proxy on this machine
+            status, refused = await post(http, "/api/create", MARIO, headers={header: "10.0.0.7"})
+            assert (status, "start it with --api-key" in refused["error"]) == (403, True)
+    keys = Keys([api_key("sk-all", name="all"), api_key("sk-base", name="one", models=("base",))])
+    async with serve(folder, settings={"keys": keys}, accepts_models=True) as http:
+        limited, free = ({"Authorization": f"Bearer {key}"} for key in ("sk-base", "sk-all"))
+        assert (await post(http, "/api/create", MARIO, headers=limited))[0] == 403
+        assert (await post(http, "/api/create", {**MARIO, "stream": False}, headers=free))[0] == 200
+        asked = {"model": "mario", "messages": HELLO, "stream": False}
+        assert (await post(http, "/api/chat", asked, headers=limited))[0] == 200  # it may use what it is made from
+
+
+async def test_a_damaged_list_of_created_models_is_kept_and_the_files_are_served(folder: Path) -> None:
+    (folder / FILE_NAME).write_text("{")
+    async with serve(folder, accepts_models=True) as http:
+        assert await names(http) == {"base"}
+        assert (await post(http, "/api/create", {**MARIO, "stream": False}))[0] in (400, 500)
+    assert (folder / FILE_NAME).read_text() == "{"
+
+
+def test_a_server_of_one_file_says_what_to_do(server: ChatServer) -> None:
+    name = server.get("/api/tags")["models"][0]["name"]
+    assert server.post("/api/pull", {"model": name, "stream": False}) == {"status": "success"}
+    for path, body in (
+        ("/api/pull", {"model": "qwen3"}),
+        ("/api/create", {"model": "x", "from": name}),
+        ("/api/copy", {"source": name, "destination": "x"}),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            server.post(path, body)
+        assert caught.value.code == 409
+        assert "start it with --models-dir DIR" in json.load(caught.value)["error"]
+
+
+def test_names_of_ollamas_library() -> None:
+    found = {
+        name: str(library_model(name)) for name in ("qwen3", "qwen3:0.6b", "llama3.2:1b-instruct-q8_0", "gemma3:4b-it")
+    }
+    assert found == {
+        "qwen3": "Qwen/Qwen3-8B-GGUF",
+        "qwen3:0.6b": "Qwen/Qwen3-0.6B-GGUF",
+        "llama3.2:1b-instruct-q8_0": "bartowski/Llama-3.2-1B-Instruct-GGUF:Q8_0",
+        "gemma3:4b-it": "ggml-org/gemma-3-4b-it-GGUF",
+    }
+    assert library_model("nothing") is library_model("qwen3:999b") is None
