@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import logging
 import os
 import re
@@ -23,10 +24,10 @@ from cppbatch.config import (
     SETTINGS,
     EngineConfig,
     disk_folder,
-    env_of,
     setting_name,
 )
 from cppbatch.errors import ConfigError
+from cppbatch.setting import env_of
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -102,8 +103,9 @@ def with_options(command: Command, options: Sequence[Option]) -> Command:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    return tuple(_adapter(each) for each in given)
+def _scaled_files(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    lists = ([each] if Path(each).is_file() else each.split(",") for each in given)  # a file name may contain a comma
+    return tuple(_scaled_file(each) for files in lists for each in files)
 
 
 def _file(_context: object, option: click.Parameter, given: str) -> str:
@@ -115,13 +117,23 @@ def _file(_context: object, option: click.Parameter, given: str) -> str:
     return str(check_file(path)) if given else ""
 
 
-def _adapter(given: str) -> tuple[str, float]:
-    """`FILE` or `FILE=SCALE`, as a file and a scale. A file name may contain =."""
-    path, _, scale = given.rpartition("=")
-    if path and not Path(given).is_file():
-        with contextlib.suppress(ValueError):  # not a number: part of the name
-            return path, float(scale)
+def _scaled_file(given: str) -> tuple[str, float]:
+    """`FILE`, `FILE:SCALE` or `FILE=SCALE`, as a file and a scale. A file name may contain : and =."""
+    for separator in "=:":
+        path, _, scale = given.rpartition(separator)
+        if path and not Path(given).is_file():
+            with contextlib.suppress(ValueError):  # not a number: part of the name
+                return path, float(scale)
     return given, 1.0
+
+
+def _overrides(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
+    """As in llama.cpp: separated by commas, except within double quotes."""
+    return tuple(each for row in csv.reader(given) for each in row)
+
+
+def _or_none(_context: object, _option: object, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    return given or ()
 
 
 def _cache_ram(_context: object, _option: object, given: int) -> int:
@@ -207,7 +219,10 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
     "override_tensor": {"multiple": True, "callback": split_lists},
     "draft_device_names": {"default": "", "callback": _comma_list},
     "draft_override_tensor": {"multiple": True, "callback": split_lists},
-    "lora": {"multiple": True, "callback": _adapters},
+    "lora": {"multiple": True, "callback": _scaled_files},
+    "kv_overrides": {"multiple": True, "callback": _overrides},
+    "control_vectors": {"multiple": True, "callback": _scaled_files},
+    "control_vector_layers": {"nargs": 2, "type": int, "default": None, "callback": _or_none},
     "mmproj": {"callback": _file},
     "draft_model": {"callback": _file},
     "prefix_cache_ram": {"callback": _cache_ram},

@@ -17,9 +17,9 @@ import msgspec
 
 from cppbatch.chat.lark_grammar import MAX_GRAMMAR, LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
-from cppbatch.config import Range
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema import compact_schema
+from cppbatch.setting import Range
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
 

@@ -61,6 +61,7 @@ from cppbatch.llama import (
     Batch,
     Context,
     EmbeddingBatch,
+    ImageSizes,
     MediaEncoder,
     Model,
     cpu_overrides,
@@ -214,7 +215,16 @@ def load_model(
         progress=progress,
         no_alloc=no_alloc,
         load_head=uses_head(config),
+        kv_overrides=config.kv_overrides,
+        check_tensors=config.check_tensors,
     )
+    model.context_params |= config.rope_params
+    if config.control_vectors and not no_alloc:
+        try:
+            model.add_control_vectors(config.control_vectors, config.control_vector_layers)
+        except BaseException:
+            model.close()
+            raise
     on_gpu_too = config.op_offload and not config.deterministic  # large batches of layers on the CPU
     given = {"offload_kqv": config.kv_offload, "op_offload": on_gpu_too}
     model.context_params |= {name: False for name, value in given.items() if not value}
@@ -351,7 +361,8 @@ def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEnc
     device = None
     if config.mmproj_device or (config.mmproj_offload and config.n_gpu_layers):
         device = media_device(config.mmproj_device, config.device_names, config.device or 0)
-    return MediaEncoder(model, config.mmproj, n_threads=n_threads, device=device)
+    sizes = ImageSizes(config.image_min_tokens, config.image_max_tokens, config.media_batch)
+    return MediaEncoder(model, config.mmproj, n_threads=n_threads, device=device, sizes=sizes)
 
 
 def _compute_threads(config: EngineConfig) -> ComputeThreads | None:
@@ -408,6 +419,10 @@ def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
         settings["deterministic"] = f"repack {model.repack}"
     if model.context_params:
         settings["context_params"] = repr(sorted(model.context_params.items()))
+    if config.kv_overrides:
+        settings["kv_overrides"] = repr(config.kv_overrides)
+    if config.image_min_tokens or config.image_max_tokens:
+        settings["image_tokens"] = f"{config.image_min_tokens} {config.image_max_tokens}"
     if model.rope_depends_on_context:
         settings["context"] = f"{config.n_ctx} {config.n_parallel} {config.kv_layout}"
     return settings
