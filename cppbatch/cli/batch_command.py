@@ -193,7 +193,8 @@ def batch(
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
-    stamp = input_stamp(job.input_format.path)
+    changes = msgspec.json.decode(msgspec.json.encode(config.model_changes))  # as a ledger has them
+    job, stamp = msgspec.structs.replace(job, model_changes=changes), input_stamp(job.input_format.path)
     with InputReader(job.input_format, URLS) as reader:
         first = reader.first()  # before anything is written
     has_prompts = isinstance(first, JobRequest) and first.is_plain

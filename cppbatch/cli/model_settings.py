@@ -129,6 +129,8 @@ def _arguments(key: str, value: Any, where: str) -> list[str]:
         if on != is_negation:
             return [option.opts[-1]]
         return [negated] if negated else []
+    if option.nargs > 1:
+        return [flag, *(value if isinstance(value, list) else _text(value).replace(",", " ").split())]
     values = value if isinstance(value, list) else [value]
     if not option.multiple:
         values = [",".join(map(_text, values))]

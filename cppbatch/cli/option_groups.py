@@ -83,7 +83,8 @@ class GroupedCommand(click.Command):
             if word == "--":
                 break
             if option and not (option.is_flag or equals):
-                next(words, None)  # its value
+                for _ in range(option.nargs):
+                    next(words, None)  # its value
             elif not option and _LETTERS.match(word) and not _may_be_split(word, options):
                 close = difflib.get_close_matches(name, options)  # older versions of click list all they get
                 raise click.NoSuchOption(name, possibilities=close, ctx=ctx)

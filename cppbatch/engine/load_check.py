@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cppbatch import child_processes
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, setting_name
 from cppbatch.errors import ModelError
 from cppbatch.findings import build_key, file_key, finding_key, finding_path
 from cppbatch.llama.library import library_path
@@ -37,6 +37,11 @@ def _check(blamed: str, files: Sequence[str], overrides: Sequence[str] = ()) -> 
     verdict = finding_path("loads", finding_key(Path(library_path()).parent, parts, *overrides))
     command = [*load_command(files), *(f"--override-kv={each}" for each in overrides)]
     if crash := find_crash(blamed, verdict, command, _TIMEOUT_S):
+        if overrides:
+            raise ModelError(
+                f"{blamed} cannot be used: llama.cpp crashes ({crash}) with these metadata or with the file itself; "
+                f"check {setting_name('kv_overrides')}"
+            )
         raise ModelError(
             f"{blamed} cannot be used: llama.cpp crashes when it loads the file or computes with it ({crash}). "
             "Download it again, or use another file"

@@ -698,5 +698,6 @@ def _info(
         n_embd=model.n_scores if pooling == "rank" else model.n_embd,
         rerank_template=model.rerank_template,
         labels=model.labels if pooling == "rank" else [],
+        changes=config.model_changes,
         adapters=tuple(AdapterInfo(name=adapter_name(path), path=path, scale=scale) for path, scale in config.lora),
     )

@@ -116,7 +116,7 @@ class Serving:
         info = self.info
         return _fingerprint(
             *(info.name, info.size_bytes, info.n_params, info.n_ctx, info.kv_layout, info.sampling),
-            *(info.not_repacked, self.template),
+            *(info.not_repacked, self.template, *sorted(info.changes.items())),
         )
 
     @property
