@@ -383,7 +383,7 @@ def given_settings() -> set[str]:
     return {name for name in EngineConfig.__struct_fields__ if context.get_parameter_source(name) in given}
 
 
-_LOG_SETTINGS = ("log_format", "log_level", "access_log")
+_LOG_SETTINGS = ("log_format", "log_level", "access_log", "log_file")
 
 
 def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
@@ -391,7 +391,13 @@ def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
     if settings:
         from cppbatch.server.observe.log_setup import set_up
 
-        set_up(settings["log_format"], verbose=verbose, level=settings["log_level"], access=settings["access_log"])
+        set_up(
+            settings["log_format"],
+            verbose=verbose,
+            level=settings["log_level"],
+            access=settings["access_log"],
+            file=settings["log_file"],
+        )
         return
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from cppbatch.cli.engine_options import Command, Switch, option, split_lists, with_options
+from cppbatch.cli.engine_options import Choice, Command, Switch, option, split_lists, with_options
 from cppbatch.cli.sampling_options import sampling_default_options
 from cppbatch.config import EngineConfig
 from cppbatch.errors import LibraryError
@@ -251,9 +251,16 @@ _OPTIONS = [
         "--props", llama_env="LLAMA_ARG_ENDPOINT_PROPS", is_flag=True,
         help="Accept POST /props for compatibility with llama-server clients; it changes nothing.",
     ),
-    option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Log format."),
     option(
-        "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default=None,
+        "--log-format", llama_env="LLAMA_ARG_LOG_JSONL", default="text", help="Log format.",
+        type=Choice(["text", "json"], {"1": "json", "true": "json", "0": "text", "false": "text"}),
+    ),
+    option(
+        "--log-file", llama_env="LLAMA_ARG_LOG_FILE", metavar="FILE", type=_NamedPath(path_type=Path), default=None,
+        help="Append the lines of the log to this file too.",
+    ),
+    option(
+        "--log-level", type=click.Choice(["debug", "info", "warning", "error", "off"]), default=None,
         help="Minimum log level. Default: warning, and info for requests, batches and workers.",
     ),
     option(

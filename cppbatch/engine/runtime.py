@@ -26,7 +26,7 @@ from cppbatch.config import (
     available_threads,
     setting_name,
 )
-from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
+from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus, use_cpus
 from cppbatch.engine.kv.layout import (
     choose_cache_type,
     choose_flash_attn,
@@ -157,6 +157,7 @@ def load_runtime(
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
+    use_cpus(config)
     threads = _compute_threads(config)
     model = load_model(config, progress, survives_crash=survives_crash)
     try:

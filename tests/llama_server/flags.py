@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from cppbatch.cli.llama_server_flags import LONGER, REFUSED, RENAMED, UNNEEDED
+from cppbatch.cli.llama_server_flags import PRESETS, REFUSED, RENAMED, UNNEEDED
 from cppbatch.cli.serve_command import serve
 
 _ROW = re.compile(r"\| `(-[^`]+)` \| (.*) \|")
@@ -71,7 +71,7 @@ def sort_flags(flags: list[ServerFlag]) -> Sorted:
     refused = {name: flag.reason for flag in REFUSED for name in flag.names.split()}
     ignored = {name: flag.instead for flag in UNNEEDED for name in flag.names.split()}
     options = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
-    same = {*options, *RENAMED, *LONGER, *_HELP_NAMES} - refused.keys() - ignored.keys()
+    same = {*options, *RENAMED, *PRESETS, *_HELP_NAMES} - refused.keys() - ignored.keys()
     found = Sorted([], defaultdict(list), defaultdict(list), [])
     for flag in flags:
         names = set(flag.names)

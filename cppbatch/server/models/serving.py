@@ -22,7 +22,7 @@ from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import UNLIMITED, SamplingParams, replace_fields
+from cppbatch.engine.params import GRAMMARS, UNLIMITED, SamplingParams, replace_fields
 from cppbatch.engine.request import GenerationRequest, MediaPrompt, TokenPiece, expand
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.llama import apply_builtin_template
@@ -258,7 +258,10 @@ class Serving:
         if required is None:
             schema = body.schema()
             required = {} if schema is None else {"json_schema": schema}
-        params = body.params(**self.default_params(max_tokens) | required)
+        defaults = self.default_params(max_tokens)
+        if body.constraint() or not required.keys().isdisjoint(GRAMMARS):  # in place of --grammar and --json-schema
+            defaults = {name: value for name, value in defaults.items() if name not in GRAMMARS}
+        params = body.params(**defaults | required)
         limit = self.limits.default_tokens(UNLIMITED)
         if params.max_tokens != UNLIMITED or limit == UNLIMITED:
             return params
