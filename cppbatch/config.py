@@ -109,6 +109,12 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "-c --ctx-size", "Total KV cells for all sequences; 0 on the command line: the model's context length.",
         "LLAMA_ARG_CTX_SIZE", range=Range(1),
     )] = 16384
+    n_ctx_seq: Annotated[int, _memory(
+        "--kv-unified-per-slot",
+        "Maximum tokens of a request, prompt and completion together; 0: what --ctx-size and the model allow. On the "
+        "command line, --parallel without --ctx-size then gets as many cells as its requests may need.",
+        "LLAMA_ARG_KV_UNIFIED_PER_SLOT", range=Range(0), range_words="0 (no limit) or more",
+    )] = 0
     n_batch: Annotated[int, _memory(
         "-b --batch-size", "Maximum tokens per step.", "LLAMA_ARG_BATCH", range=Range(1),
     )] = 2048
@@ -259,8 +265,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_SPEC_TYPE",
     )] = "auto"
     draft_max: Annotated[int, _drafts(
-        "--draft-max --spec-draft-n-max", "Maximum draft tokens per sequence and step.",
-        "LLAMA_ARG_SPEC_DRAFT_N_MAX", range=Range(1, MAX_DRAFT),
+        "--draft-max --draft --draft-n --spec-draft-n-max", "Maximum draft tokens per sequence and step.",
+        "LLAMA_ARG_SPEC_DRAFT_N_MAX LLAMA_ARG_DRAFT_MAX", range=Range(1, MAX_DRAFT),
     )] = 16
     draft_model: Annotated[str, _drafts(
         "-md --draft-model --model-draft --spec-draft-model",

@@ -27,6 +27,7 @@ class EngineSettings(TypedDict, total=False):
     """All fields of `EngineConfig` except `model_path`, as keyword arguments."""
 
     n_ctx: int
+    n_ctx_seq: int
     n_parallel: int
     n_batch: int
     n_ubatch: int

@@ -37,7 +37,14 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
 """Options for loading a model in this process."""
 
 
-@click.command(cls=GroupedCommand)
+_COMMON = (
+    "url api_key model mmproj lora chat_template system save_to continue_from thinking_budget n_ctx n_threads "
+    "n_gpu_layers spec draft_model n_predict temperature top_k top_p seed verbose"
+)
+"""The options that --help shows; --help-all shows all."""
+
+
+@click.command(cls=GroupedCommand, common=_COMMON)
 @option(
     "-m", "--model", "-hf", "--hf-repo", "model",
     llama_env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO", metavar="FILE|NAME", default=None,

@@ -154,9 +154,7 @@ UNNEEDED = (
         "--spec-draft-backend-sampling --no-spec-draft-backend-sampling", "drafts are selected where that is faster"
     ),
     UnneededFlag("--spec-synth-len", "it is for benchmarks: the model decides which drafts are accepted", "L"),
-    UnneededFlag(
-        "--spec-synth-rates", "it is for benchmarks: the model decides which drafts are accepted", "P0,P1,..."
-    ),
+    UnneededFlag("--spec-synth-rates", "it is for benchmarks: the model decides which drafts are accepted", "P,..."),
     UnneededFlag("-lcs --lookup-cache-static", "drafts come from earlier texts in memory (--spec)", "FILE"),
     UnneededFlag("-lcd --lookup-cache-dynamic", "drafts come from earlier texts in memory (--spec)", "FILE"),
     UnneededFlag("--video-fps", _VIDEO, "N"),
@@ -167,10 +165,6 @@ UNNEEDED = (
     UnneededFlag("--no-ui-mcp-proxy --no-webui-mcp-proxy", "the server is never a proxy for other hosts"),
     UnneededFlag("-no-ag --no-agent", _NO_TOOLS),
     UnneededFlag("--tools-runtime", _NO_TOOLS, "OPTION"),
-    UnneededFlag(
-        "--reasoning-format", "reasoning is returned as reasoning_content", "auto or deepseek", ("auto", "deepseek")
-    ),
-    UnneededFlag("--prefill-assistant", "a final assistant message is continued; see continue_final_message"),
 )
 """Flags that do not affect any response."""
 
@@ -259,10 +253,10 @@ def refused_flags(command: Command) -> Command:
 def information_flags(command: Command) -> Command:
     """Adds the flags that print something and exit, as in llama-server."""
 
-    def flag(*names: str, help: str, lines: Callable[[], Iterable[str]]) -> Option:
+    def flag(*names: str, help: str, lines: Callable[[click.Context], Iterable[str]]) -> Option:
         def show(context: click.Context, _option: object, given: bool) -> None:
             if given:
-                for line in lines():
+                for line in lines(context):
                     click.echo(line)
                 context.exit()
 
@@ -274,15 +268,16 @@ def information_flags(command: Command) -> Command:
             flag("--version", help="Print the version and exit.", lines=_version_lines),
             flag("-cl", "--cache-list", help="Print the models in the models folder and exit.", lines=_model_lines),
             flag("--completion-bash", help="Print a completion script for bash and exit.", lines=_completion_lines),
+            flag("--usage", help="As --help.", lines=lambda context: [context.get_help()]),
         ],
     )
 
 
-def _version_lines() -> Iterable[str]:
+def _version_lines(_context: object) -> Iterable[str]:
     return [f"cppbatch {version('cppbatch')}, llama-cpp-python {version('llama-cpp-python')}"]
 
 
-def _model_lines() -> Iterable[str]:
+def _model_lines(_context: object) -> Iterable[str]:
     from cppbatch.models.find import models_folder, models_in, short_name
 
     found = models_in(models_folder())
@@ -292,10 +287,11 @@ def _model_lines() -> Iterable[str]:
     ]
 
 
-def _completion_lines() -> Iterable[str]:
-    from click.shell_completion import BashComplete
+def _completion_lines(_context: object) -> Iterable[str]:
+    from click.shell_completion import BashComplete, ShellComplete
 
-    return [BashComplete(click.Group(), {}, "cppbatch", "_CPPBATCH_COMPLETE").source()]
+    script = BashComplete(click.Group(), {}, "cppbatch", "_CPPBATCH_COMPLETE")
+    return [ShellComplete.source(script)]  # that of `BashComplete` runs bash to learn its version
 
 
 def unneeded_flags(command: Command) -> Command:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from cppbatch.cli.engine_options import Command, Option, option, with_options
-from cppbatch.engine.params import DEFAULT_MAX_TOKENS, PARAMS, SAMPLER_SPELLINGS, SAMPLERS, SamplingParams
+from cppbatch.engine.params import DEFAULT_MAX_TOKENS, PARAMS, SAMPLERS, SamplingParams
 from cppbatch.errors import ConfigError
 
 _RANDOM_SEED = 2**32 - 1  # llama.cpp's -1
@@ -21,9 +21,9 @@ _DEFAULTS = SamplingParams()
 def _sampler_names(_context: object, _option: object, given: str | None) -> list[str] | None:
     if given is None:
         return None
-    from cppbatch.server.api.llama_server.fields import sampler_names
+    from cppbatch.server.api.llama_server.fields import SAMPLER_NAMES, sampler_names
 
-    is_letters = ";" not in given and given not in SAMPLER_SPELLINGS
+    is_letters = given not in SAMPLER_NAMES and all(letter in SAMPLER_NAMES for letter in given)
     return sampler_names(given if is_letters else [name for name in given.split(";") if name])
 
 
@@ -125,7 +125,7 @@ _SERVED = [
         help="Return the texts of control tokens too.",
     ),
     click.option(
-        "-e", "--escape/--no-escape", "escapes", default=True, show_default=True,
+        "-e", "--escape/--no-escape", "escapes", default=True,
         help="Read \\n, \\t and other escapes in --reverse-prompt and --dry-sequence-breaker.",
     ),
 ]  # fmt: skip

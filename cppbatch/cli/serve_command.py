@@ -135,10 +135,7 @@ COMMON = (
 @click.command(
     cls=LlamaServerCommand,
     common=COMMON,
-    context_settings={
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # as llama-server does
-        "help_option_names": ["-h", "--help", "--usage"],
-    },
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # as llama-server does
 )
 @refused_flags
 @information_flags

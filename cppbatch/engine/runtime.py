@@ -688,7 +688,10 @@ def _info(
         on_gpu=_on_gpu(config),
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
-        max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take the cells after it
+        max_sequence=min(
+            min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take the cells after it
+            config.n_ctx_seq or longest,
+        ),
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         end_tokens=tuple(sorted(model.vocab.eog)),

@@ -13,8 +13,10 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from aiohttp import web
+from yarl import URL
 
 from cppbatch.errors import ConfigError
 from cppbatch.server.admission import IN_FLIGHT
@@ -139,13 +141,23 @@ _SHUTDOWN_SECONDS = 2  # for the last responses to be sent
 _BACKLOG = 128  # asyncio accepts this many at once, and they must not use up the file descriptors
 
 
+def _make_request(make: Callable[..., web.BaseRequest], prefix: str, message: Any, *others: Any) -> web.BaseRequest:
+    """A request without the prefix (--api-prefix) in its path; elsewhere it gets a path that is never served."""
+    path = message.path
+    inside = path.startswith(prefix) and path[len(prefix) : len(prefix) + 1] in ("", "/", "?")
+    stripped = path[len(prefix) :] if inside else f"/-{path}"
+    stripped = stripped if stripped.startswith("/") else f"/{stripped}"
+    return make(message._replace(path=stripped, url=URL(stripped, encoded=True)), *others)
+
+
 class Listener:
     """A listening server. `async with` closes it."""
 
     def __init__(
-        self, runner: web.AppRunner, servers: list[asyncio.Server], watch: asyncio.Task[None], tls: bool
+        self, runner: web.AppRunner, servers: list[asyncio.Server], watch: asyncio.Task[None], address: Address
     ) -> None:
-        self._runner, self._servers, self._watch, self._tls = runner, servers, watch, tls
+        self._runner, self._servers, self._watch = runner, servers, watch
+        self._tls, self._prefix = address.tls is not None, address.prefix
 
     @property
     def url(self) -> str:
@@ -158,7 +170,7 @@ class Listener:
         return [self._url(*server.sockets[0].getsockname()[:2]) for server in self._servers]
 
     def _url(self, host: str, port: int) -> str:
-        return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}{self._prefix}"
 
     @property
     def is_private(self) -> bool:
@@ -200,6 +212,8 @@ async def listen(
     await runner.setup()
     http = runner.server
     assert http is not None  # set up
+    if address.prefix:
+        http.request_factory = partial(_make_request, http.request_factory, address.prefix)
     connections = Connections(max_open, idle_timeout=idle_timeout, head_timeout=head_timeout)
     servers: list[asyncio.Server] = []
     port = address.port
@@ -212,6 +226,7 @@ async def listen(
                 ssl=address.tls,
                 ssl_handshake_timeout=head_timeout if address.tls else None,
                 backlog=_BACKLOG,
+                reuse_port=address.reuse_port or None,
             )
         except (OSError, OverflowError) as error:
             for listening in servers:
@@ -229,4 +244,4 @@ async def listen(
             raise ConfigError(f"cannot listen on {host}:{port} ({reason}). {remedy}") from error
         servers.append(server)
         port = server.sockets[0].getsockname()[1]  # with --port 0 the first one is chosen
-    return Listener(runner, servers, asyncio.create_task(connections.watch()), address.tls is not None)
+    return Listener(runner, servers, asyncio.create_task(connections.watch()), address)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cppbatch.cli.llama_server_flags import PRESETS, REFUSED, RENAMED, UNNEEDED
 from cppbatch.cli.serve_command import serve
+from tests.support.llama_cpp_source import server_readme
 
 _ROW = re.compile(r"\| `(-[^`]+)` \| (.*) \|")
 _NAMES = re.compile(r"(?:^|, +)(--?[A-Za-z][\w.-]*)")
@@ -77,13 +78,28 @@ def sort_flags(flags: list[ServerFlag]) -> Sorted:
         names = set(flag.names)
         if not names <= same | refused.keys() | ignored.keys():
             found.unknown.append(flag)
-        elif why := next((refused[name] for name in flag.names if name in refused), None):
-            found.refused[why].append(flag)
+        elif named := [name for name in flag.names if name in refused]:
+            found.refused[refused[named[0]]].append(ServerFlag(tuple(named), flag.env))  # without --no-agent
         elif names <= same:
             found.same.append(flag)
         else:
             found.ignored[next(ignored[name] for name in flag.names if name in ignored)].append(flag)
     return found
+
+
+def run(llama_server: Path | None) -> bool:
+    """Prints the tables of docs/llama-server.md, and what llama-server's page and the help of `llama_server` do not
+    have in common. Returns whether all flags are known."""
+    flags = read_flags(server_readme())
+    found = sort_flags(flags)
+    print(page_table(found), end="")
+    for flag in found.unknown:
+        print(f"unknown: {' '.join(flag.names)}")
+    in_page = {name for flag in flags for name in flag.names}
+    different = in_page ^ names_in_help(llama_server) if llama_server else set()
+    for name in sorted(different):
+        print(f"only in {'its page' if name in in_page else 'its help'}: {name}")
+    return not (found.unknown or different)
 
 
 def page_table(found: Sorted) -> str:
