@@ -19,7 +19,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.models.find import models_in, short_name, shorter_names
 from cppbatch.models.hub import hub_model, present_file
-from cppbatch.models.pull import choose_model, choose_projector
+from cppbatch.models.pull import choose_model, choose_projector, projector_at
 
 if TYPE_CHECKING:
     from cppbatch.cli.model_settings import ModelFile, ModelSettings
@@ -36,7 +36,13 @@ _URL_KEYS = ("model-url", "mu")
 _FILE_KEYS = ("model", "m", *_HUB_KEYS, *_HUB_FILE_KEYS, *_URL_KEYS)
 """The keys that name a model's file in its section of the settings file."""
 _ALIAS_KEYS = ("alias", "a")
-_MMPROJ_KEYS = {"mmproj", "mm", "no-mmproj", "mmproj-auto", "no-mmproj-auto"}
+_NO_MMPROJ_KEYS = ("no-mmproj", "no-mmproj-auto", "mmproj-auto")
+_ELSEWHERE: tuple[tuple[str, tuple[str, ...], Callable[[str], Path]], ...] = (
+    ("mmproj", ("mmproj-url", "mmu"), projector_at),
+    ("draft-model", ("hf-repo-draft", "hfd", "hfrd", "spec-draft-hf"), choose_model),
+)
+"""Keys that name a file at an address or on the hub: the setting, the keys, what finds the file."""
+_MMPROJ_KEYS = {"mmproj", "mm", "mmproj-url", "mmu", *_NO_MMPROJ_KEYS}
 
 
 class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,8 +191,11 @@ class Catalog:
             pinned, preload = _take_switch(given, "pinned", name), _take_switch(given, "load-on-startup", name)
             if projector := self._projectors.get(name):
                 given["mmproj"] = str(projector)
-            for key in _FILE_KEYS:
+            for key in (*_FILE_KEYS, *_NO_MMPROJ_KEYS):
                 given.pop(key, None)
+            for setting, keys, find in _ELSEWHERE:
+                if url := next((given.pop(key) for key in keys if key in given), None):
+                    given.setdefault(setting, str(find(str(url))))
             if given.pop("stop-timeout", None) is not None:
                 log.info(
                     "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"

@@ -27,7 +27,7 @@ def pull_url(url: str, say: Say = lambda line: None) -> Path:
     an interrupted download continues. Raises `ModelError`."""
     path = _place(url)
     for part in model_parts(path):
-        _fetch(_beside(url, part.name), part, say)
+        _fetch(url if part == path else _beside(url, part.name), part, say)
     return check_model(path)
 
 
