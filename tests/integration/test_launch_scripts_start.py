@@ -36,8 +36,8 @@ def test_yarn_makes_the_context_of_a_model_longer(short: Path) -> None:
     flags = "-c 512 -np 1 --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 128 -fa -t -1".split()
     with ServerProcess("-m", short, *flags, *SMALL) as server:
         url = server.wait_ready().url
-        prompt = list(range(10, 60)) * 6
-        answer = fetch(f"{url}/completion", {"prompt": prompt, "n_predict": 4, "temperature": 0})
+        body: Json = {"prompt": list(range(10, 60)) * 6, "n_predict": 4, "temperature": 0}
+        answer = fetch(f"{url}/completion", body)
         assert answer["tokens_evaluated"] == 300
         assert fetch(f"{url}/props")["default_generation_settings"]["n_ctx"] == 512
 
