@@ -199,7 +199,8 @@ _OPTIONS = [
     option(
         "--host", "hosts", llama_env="LLAMA_ARG_HOST", multiple=True, metavar="ADDRESS,...",
         default=("127.0.0.1",), callback=split_lists,
-        help="Address to listen on; may be repeated, or given as a comma-separated list.",
+        help="Address to listen on, or the path of a Unix socket that ends in .sock; may be repeated, or given as a "
+        "comma-separated list.",
     ),
     option(
         "--port", llama_env="LLAMA_ARG_PORT", type=click.IntRange(0, 65535), default=8080,

@@ -285,6 +285,26 @@ async def test_two_servers_listen_on_a_port_if_both_reuse_it(engine: LocalEngine
             await listen(create_app(engine), Address(port=port), max_open=9, idle_timeout=9)
 
 
+async def test_a_server_listens_on_a_unix_socket(engine: LocalEngine, tmp_path: Path) -> None:
+    path = str(tmp_path / "llm.sock")
+    address = Address(hosts=(path, "127.0.0.1"), port=0)
+    async with await listen(create_app(engine), address, max_open=9, idle_timeout=9) as listener:
+        assert listener.url == f"--unix-socket {path} http://localhost"
+        assert listener.urls[1].startswith("http://127.0.0.1:")
+        assert listener.is_private
+        body = {"prompt": "a", "max_tokens": 2, "stream": True}
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session,
+            session.post("http://localhost/v1/completions", json=body) as answer,
+        ):
+            assert answer.status == 200
+            assert (await answer.text()).endswith("data: [DONE]\n\n")
+    with pytest.raises(ConfigError, match=r"cannot listen on .*nosuch/llm\.sock"):
+        await listen(
+            create_app(engine), Address(hosts=(str(tmp_path / "nosuch/llm.sock"),)), max_open=9, idle_timeout=9
+        )
+
+
 # --- log -------------------------------------------------------------------------------------------------------------
 
 
