@@ -6,16 +6,17 @@ The options of the commands, `--help`, error messages and docs/settings.md follo
 import math
 import os
 import re
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import psutil
 
 from cppbatch.errors import ConfigError
+from cppbatch.model_changes import MOST_SCALE, ModelChanges, parse_override
 from cppbatch.rpc_endpoint import parse_endpoint
+from cppbatch.setting import INT32_MAX, Range, Setting
 
 KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
@@ -53,12 +54,13 @@ PLACEMENT = (
 """The settings that say where the weights of a model are."""
 DRAFT_SETTINGS = (
     "spec", "draft_max", "draft_model", "draft_gpu_layers", "draft_device_names", "draft_override_tensor",
-    "draft_cpu_moe", "draft_n_cpu_moe",
+    "draft_cpu_moe", "draft_n_cpu_moe", "draft_cache_type_k", "draft_cache_type_v",
 )  # fmt: skip
 """The settings of speculative decoding."""
-MEDIA_SETTINGS = ("mmproj", "mmproj_offload", "mmproj_device")
+MEDIA_SETTINGS = (
+    "mmproj", "mmproj_offload", "mmproj_device", "image_min_tokens", "image_max_tokens", "media_batch",
+)  # fmt: skip
 """The settings of images and audio."""
-_INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
 _MAX_WAIT_MS = 10_000
@@ -70,48 +72,6 @@ _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is on
 MAX_DRAFT = 64
 """Maximum draft tokens per sequence and step."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
-MOST_LORA_SCALE = 1000.0
-"""The largest magnitude of a LoRA scale: far beyond practical values, but below float32 overflow."""
-
-
-class Range(NamedTuple):
-    """The minimum and maximum of a number."""
-
-    low: float
-    high: float = _INT32_MAX
-
-
-class Setting(NamedTuple):
-    """How commands, messages and docs describe a field of `EngineConfig`, in addition to its type and default."""
-
-    group: str
-    """Its heading in `--help`."""
-    flags: str
-    """Separated by spaces. Messages use the first one; the environment variable is CPPBATCH_ plus the first long one.
-    "": no flag."""
-    help: str
-    llama_env: str = ""
-    """llama.cpp's environment variable."""
-    metavar: str = ""
-    range: Range | None = None
-    range_words: str = ""
-    """The range in messages and docs, if it differs from "from `low` to `high`"."""
-
-    @property
-    def env(self) -> str:
-        """The environment variable without CPPBATCH_."""
-        return env_of(self.flags.split())
-
-    @property
-    def range_text(self) -> str:
-        """The range in words; "" without a range."""
-        return self.range_words or (f"from {self.range.low} to {self.range.high}" if self.range else "")
-
-
-def env_of(flags: Iterable[str]) -> str:
-    """The environment variable of an option, without CPPBATCH_: its first long flag."""
-    long = next(flag for flag in flags if flag.startswith("--"))
-    return long.partition("/")[0][2:].replace("-", "_").upper()
 
 
 def setting_name(setting: str) -> str:
@@ -130,7 +90,7 @@ _drafts, _devices = partial(Setting, "Speculative decoding"), partial(Setting, "
 _model = partial(Setting, "Model")
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _Model(ModelChanges, frozen=True):
     model_path: str
 
 
@@ -149,6 +109,12 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "-c --ctx-size", "Total KV cells for all sequences; 0 on the command line: the model's context length.",
         "LLAMA_ARG_CTX_SIZE", range=Range(1),
     )] = 16384
+    n_ctx_seq: Annotated[int, _memory(
+        "--kv-unified-per-slot",
+        "Maximum tokens of a request, prompt and completion together; 0: what --ctx-size and the model allow. On the "
+        "command line, --parallel without --ctx-size then gets as many cells as its requests may need.",
+        "LLAMA_ARG_KV_UNIFIED_PER_SLOT", range=Range(0), range_words="0 (no limit) or more",
+    )] = 0
     n_batch: Annotated[int, _memory(
         "-b --batch-size", "Maximum tokens per step.", "LLAMA_ARG_BATCH", range=Range(1),
     )] = 2048
@@ -219,6 +185,14 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_THREADS", range=Range(0, _MAX_THREADS), range_words=f"0 (automatic) or up to {_MAX_THREADS}",
     )] = 0
     """0: one per physical core available to this process (docs/decisions/0032)."""
+    cpu_mask: Annotated[str, _speed(
+        "-C --cpu-mask", "The cores of the compute threads, as bits of a hexadecimal number: 0xF for the first four.",
+        metavar="HEX",
+    )] = ""
+    cpu_range: Annotated[str, _speed(
+        "-Cr --cpu-range", "The cores of the compute threads, as their first and last number, besides --cpu-mask.",
+        metavar="FIRST-LAST",
+    )] = ""
     n_gpu_layers: Annotated[int, _speed(
         "-ngl --gpu-layers --n-gpu-layers",
         "Layers on the GPU; auto (-1): all, or what fits into its memory; all (-2): all, or an error; 0: none.",
@@ -291,8 +265,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_SPEC_TYPE",
     )] = "auto"
     draft_max: Annotated[int, _drafts(
-        "--draft-max --spec-draft-n-max", "Maximum draft tokens per sequence and step.",
-        "LLAMA_ARG_SPEC_DRAFT_N_MAX", range=Range(1, MAX_DRAFT),
+        "--draft-max --draft --draft-n --spec-draft-n-max", "Maximum draft tokens per sequence and step.",
+        "LLAMA_ARG_SPEC_DRAFT_N_MAX LLAMA_ARG_DRAFT_MAX", range=Range(1, MAX_DRAFT),
     )] = 16
     draft_model: Annotated[str, _drafts(
         "-md --draft-model --model-draft --spec-draft-model",
@@ -306,6 +280,16 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_N_GPU_LAYERS_DRAFT", range=Range(-1), range_words=_LAYERS,
     )] = -1
 
+    draft_cache_type_k: Annotated[CacheType | None, _drafts(
+        "-ctkd --cache-type-k-draft --spec-draft-type-k",
+        "Data type of keys in the draft model's KV cache. Default: as --cache-type-k.",
+        "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
+    )] = None
+    draft_cache_type_v: Annotated[CacheType | None, _drafts(
+        "-ctvd --cache-type-v-draft --spec-draft-type-v",
+        "Data type of values in the draft model's KV cache. Default: as --cache-type-v.",
+        "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
+    )] = None
     draft_device_names: Annotated[tuple[str, ...], _drafts(
         "-devd --device-draft --spec-draft-device",
         "As --device, for the draft model. Default: as for the model, but no devices of RPC workers.",
@@ -436,11 +420,19 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "the first one of --device, or the first GPU.",
         "MTMD_BACKEND_DEVICE", metavar="NAME",
     )] = ""
+    media_batch: Annotated[int, _model(
+        "--mtmd-batch-max-tokens", "Maximum tokens of the images that are encoded at once.",
+        "LLAMA_ARG_MTMD_BATCH_MAX_TOKENS", range=Range(1),
+    )] = 1024
     lora: Annotated[tuple[tuple[str, float], ...], _model(
-        "--lora", "LoRA adapter, with scale 1 by default; may be repeated. Requests can override the scales.",
-        metavar="FILE[=SCALE]",
+        "--lora --lora-scaled",
+        "LoRA adapters, each with scale 1 by default; may be repeated. Requests can override the scales.",
+        metavar="FILE[:SCALE],...",
     )] = ()
     """Requests name an adapter by its file name without the suffix."""
+    lora_init_without_apply: Annotated[bool, _model(
+        "--lora-init-without-apply", "Load LoRA adapters with scale 0: requests and POST /lora-adapters apply them.",
+    )] = False
     pooling: Annotated[Pooling | None, _model(
         "--pooling",
         "Return embeddings with this pooling instead of text. Automatic for embedding models and rerankers.",
@@ -462,7 +454,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
-            if name == "lora":  # `_check_lora` does
+            if name in ("lora", "control_vectors"):  # `_check_scales` does
                 continue
             value = _convert(name, getattr(self, name))
             if setting.range and not setting.range.low <= value <= setting.range.high:
@@ -480,7 +472,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{setting_name('n_ctx')} is {self.n_ctx}, less than {setting_name('n_parallel')}, which is "
                 f"{self.n_parallel}: raise the former or lower the latter"
             )
-        if self.device is not None and not 0 <= self.device <= _INT32_MAX:
+        if self.device is not None and not 0 <= self.device <= INT32_MAX:
             raise ConfigError(f"{setting_name('device')} is {self.device}; devices are numbered from 0")
         disk_folder(self.prefix_cache_disk)
         if self.prefix_cache_disk and self.prefix_cache and not self.prefix_cache_ram:
@@ -493,6 +485,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         self._check_placement()
         self._check_speculation()
         self._check_lora()
+        self._check_model_changes()
         if self.mmproj and self.pooling:
             raise ConfigError(
                 f"{setting_name('mmproj')} requires a model that generates text, but {setting_name('pooling')} is "
@@ -598,19 +591,26 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{setting_name('draft_model')}, or leave out this setting"
             )
 
-    def _check_lora(self) -> None:
+    def _check_scales(self, name: str) -> tuple[tuple[str, float], ...]:
         try:
-            lora = tuple((str(path), float(scale)) for path, scale in self.lora)
+            given = tuple((str(path), float(scale)) for path, scale in getattr(self, name))
         except (TypeError, ValueError):
             raise ConfigError(
-                f"{setting_name('lora')} is {self.lora!r:.200}; it must be a list of (file, scale) pairs"
+                f"{setting_name(name)} is {getattr(self, name)!r:.200}; it must be a list of (file, scale) pairs"
             ) from None
+        for path, scale in given:
+            if not math.isfinite(scale) or abs(scale) > MOST_SCALE:
+                message = f"it must be from {-MOST_SCALE:g} to {MOST_SCALE:g}"
+                raise ConfigError(f"{setting_name(name)}: the scale of {path} is {scale}; {message}")
+        return given
+
+    def _check_lora(self) -> None:
+        lora = self._check_scales("lora")
+        if self.lora_init_without_apply:
+            lora = tuple((path, 0.0) for path, _ in lora)
         msgspec.structs.force_setattr(self, "lora", lora)
         names: dict[str, str] = {}
-        for path, scale in lora:
-            if not math.isfinite(scale) or abs(scale) > MOST_LORA_SCALE:
-                message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
-                raise ConfigError(f"{setting_name('lora')}: the scale of {path} is {scale}; {message}")
+        for path, _ in lora:
             name = adapter_name(path)
             if name in names:
                 raise ConfigError(
@@ -618,6 +618,40 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                     "files"
                 )
             names[name] = path
+
+    def _check_model_changes(self) -> None:
+        msgspec.structs.force_setattr(self, "control_vectors", self._check_scales("control_vectors"))
+        if self.rope_scale:
+            if self.rope_freq_scale:
+                raise ConfigError(
+                    f"{setting_name('rope_scale')} and {setting_name('rope_freq_scale')} set the same; leave one out"
+                )
+            msgspec.structs.force_setattr(self, "rope_freq_scale", 1 / self.rope_scale)
+            msgspec.structs.force_setattr(self, "rope_scale", 0.0)
+        for each in self.kv_overrides:
+            try:
+                parse_override(each)
+            except ValueError as error:
+                raise ConfigError(f"{setting_name('kv_overrides')} contains {each!r:.200}; {error}") from None
+        layers = self.control_vector_layers
+        if layers and not (len(layers) == 2 and 1 <= layers[0] <= layers[1] <= _MAX_LAYERS):
+            raise ConfigError(
+                f"{setting_name('control_vector_layers')} is {' '.join(map(str, layers))}; it must be the numbers of "
+                "the first and the last layer, from 1"
+            )
+        if 0 < self.image_max_tokens < self.image_min_tokens:
+            raise ConfigError(
+                f"{setting_name('image_min_tokens')} is {self.image_min_tokens}, more than "
+                f"{setting_name('image_max_tokens')}, which is {self.image_max_tokens}; lower the former"
+            )
+        for name, parse in (("cpu_mask", cpus_of_mask), ("cpu_range", cpus_of_range)):
+            try:
+                parse(getattr(self, name))
+            except ValueError:
+                raise ConfigError(
+                    f"{setting_name(name)} is {getattr(self, name)!r:.80}; it must be {SETTINGS[name].metavar}, such "
+                    f"as {'0xF' if name == 'cpu_mask' else '0-3'}"
+                ) from None
 
 
 _DECLARED = {
@@ -672,70 +706,22 @@ def _convert(name: str, value: Any) -> Any:
         raise ConfigError(f"{setting_name(name)} is {given!r:.200}; it must be {must}") from None
 
 
-class EngineSettings(TypedDict, total=False):
-    """All fields of `EngineConfig` except `model_path`, as keyword arguments. Type checkers need them spelled out."""
+def cpus_of_mask(given: str) -> set[int]:
+    """The cores whose bits are set in a hexadecimal number; empty for "". Raises `ValueError`."""
+    bits = int(given, 16) if given else 0
+    return {i for i in range(bits.bit_length()) if bits >> i & 1}
 
-    n_ctx: int
-    n_parallel: int
-    n_batch: int
-    n_ubatch: int
-    n_gpu_layers: int
-    device: int | None
-    rpc: tuple[str, ...]
-    tensor_split: tuple[float, ...]
-    device_names: tuple[str, ...]
-    split_mode: SplitMode
-    main_gpu: int
-    override_tensor: tuple[str, ...]
-    cpu_moe: bool
-    n_cpu_moe: int
-    n_cpu_ffn: int
-    kv_offload: bool
-    op_offload: bool
-    load_mode: LoadMode
-    lazy_mode: LazyMode
-    no_host: bool
-    numa: Numa
-    fit_params: bool
-    fit_target: tuple[int, ...]
-    fit_ctx: int
-    n_threads: int
-    repack: Repacking
-    flash_attn: FlashAttention
-    stream_flash_attn: FlashAttention
-    kv_layout: KvLayout
-    cache_type_k: CacheType
-    cache_type_v: CacheType
-    prefix_cache: bool
-    prefix_cache_ram: int
-    ctx_checkpoints: int
-    checkpoint_min_step: int
-    swa_full: bool
-    prefix_cache_disk: str
-    max_queue: int
-    swap_space: int
-    target_itl_ms: float
-    prefer: Preference
-    max_wait_ms: float
-    sampling: Sampling
-    deterministic: bool
-    spec: Speculation
-    draft_max: int
-    pooling: Pooling | None
-    draft_model: str
-    draft_gpu_layers: int
-    draft_device_names: tuple[str, ...]
-    draft_override_tensor: tuple[str, ...]
-    draft_cpu_moe: bool
-    draft_n_cpu_moe: int
-    mmproj: str
-    mmproj_offload: bool
-    mmproj_device: str
-    lora: tuple[tuple[str, float], ...]
-    step_ms: tuple[tuple[int, float], ...]
-    context_shift: bool
-    n_keep: int
-    trace: str
+
+def cpus_of_range(given: str) -> set[int]:
+    """The cores from the first to the last of `FIRST-LAST`, of which either may be missing; empty for "".
+
+    Raises `ValueError`.
+    """
+    first, dash, last = given.partition("-")
+    if given and not dash:
+        raise ValueError
+    low, high = int(first or 0), int(last or _MAX_THREADS - 1)
+    return set(range(low, min(high, _MAX_THREADS - 1) + 1)) if given else set()
 
 
 def disk_folder(setting: str) -> tuple[Path, int] | None:
@@ -762,13 +748,6 @@ def disk_folder(setting: str) -> tuple[Path, int] | None:
 def adapter_name(path: str) -> str:
     """The name of a LoRA adapter in requests."""
     return Path(path).stem
-
-
-def engine_config(model: str | Path | EngineConfig, settings: EngineSettings) -> EngineConfig:
-    """Builds the config from a model file and settings, or from an `EngineConfig` with some settings replaced."""
-    if not isinstance(model, EngineConfig):
-        return EngineConfig(model_path=str(model), **settings)
-    return msgspec.structs.replace(model, **settings)
 
 
 def available_threads() -> int:

@@ -12,7 +12,7 @@ import msgspec
 
 from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
 from cppbatch.chat.messages import Placeholders, PlainText
-from cppbatch.chat.output_parser import OutputParser, ToolSchemas
+from cppbatch.chat.output_parser import OutputParser, PlainTextParser, ToolSchemas
 from cppbatch.chat.reasoning import UNLIMITED, ReasoningState, ReasoningTags, ThinkingBudget, effort_tokens
 from cppbatch.chat.template import ChatTemplate, content_text, decode_object, join_parts
 from cppbatch.chat.template_form import NAME, CallForm
@@ -49,6 +49,13 @@ class ChatTurn:
     thinking_tokens: int | None = None
     """Maximum reasoning tokens; -1: no limit; None: derived from the variable `reasoning_effort` if the template does
     not support it, else no limit."""
+    thinking_message: str | None = None
+    """Text before the end of reasoning that has used up its tokens. None: none, unless the server has a default; so
+    with the following fields."""
+    reads_reasoning: bool | None = None
+    """Separate reasoning from the content, in formats that mark it with tags. None: yes."""
+    reads_answer: bool = True
+    """Separate reasoning and tool calls from the content. False: all of the text is content, and calls are free."""
     continue_final_message: bool | None = None
     """Extend the last message instead of starting a new one; None: extend it if it is the assistant's."""
     add_generation_prompt: bool = True
@@ -183,27 +190,33 @@ class ChatFormat:
             thinking_tokens = effort_tokens(variables)
         if thinking_tokens is not None and thinking_tokens != UNLIMITED:
             budget = self._thinking_budget(thinking_tokens, prompt, state, has_tools=bool(functions))
+            if budget and turn.thinking_message:
+                budget = msgspec.structs.replace(budget, closing=turn.thinking_message + budget.closing)
             params["reasoning_budget"] = budget
         renames = {"prompt": turn.client_name("messages")}
         strict = frozenset(each["name"] for tool in functions if (each := tool["function"]).get("strict"))
         lark = LarkGrammar(self.token_ids or {}, strict=strict)
-        if choice.mode == "required":
+        read = schemas if turn.reads_answer else {}
+        if choice.mode == "required" and turn.reads_answer:
             params["grammar"] = self._calls_grammar(lark, schemas, state, several=choice.parallel)
             renames["grammar"] = "tools"
         elif turn.schema is not None:
-            params |= self._answer_params(lark, turn.schema, schemas, state, several=choice.parallel)
+            params |= self._answer_params(lark, turn.schema, read, state, several=choice.parallel)
             renames |= dict.fromkeys(("grammar", "json_schema"), turn.client_name("response_format"))
-        elif any(map(has_grammar, custom.values())) or (strict and not self.tool_format.start_prefixes):
+        elif read and (any(map(has_grammar, custom.values())) or (strict and not self.tool_format.start_prefixes)):
             # Not strict if calls have no marker, because text could then not start with a bracket or a fence.
             params["grammar"] = self._text_or_calls_grammar(lark, schemas, state, several=choice.parallel)
             renames["grammar"] = "tools"
-        elif schemas:
+        elif read:
             params["lazy_grammar"] = self._lazy_grammar(schemas, state, several=choice.parallel)
 
         def output_parser() -> OutputParser:
-            parser = self.tool_format.output_parser(
-                prompt, schemas, self.reasoning_tags, state, self.template.form.dropped
+            if not turn.reads_answer:
+                return PlainTextParser()
+            tags, its_state = (
+                (self.reasoning_tags, state) if turn.reads_reasoning is not False else (None, ReasoningState.NONE)
             )
+            parser = self.tool_format.output_parser(prompt, schemas, tags, its_state, self.template.form.dropped)
             return CustomCallParser(parser, frozenset(custom)) if custom else parser
 
         return PreparedChat(

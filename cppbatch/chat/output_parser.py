@@ -260,6 +260,18 @@ class TaggedOutputParser:
         self._tool_parser, self._unread, self._step = None, text[n:], self._in_text
 
 
+class PlainTextParser:
+    """Reads nothing out of the text: all of it is content."""
+
+    def push(self, text: str) -> list[Delta]:
+        """As in `OutputParser`."""
+        return [TextDelta(text)] if text else []
+
+    def close(self) -> list[Delta]:
+        """As in `OutputParser`."""
+        return []
+
+
 # --- deltas ----------------------------------------------------------------------------------------------------------
 # An assistant's message and the deltas it is streamed in.
 

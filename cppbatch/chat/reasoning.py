@@ -122,7 +122,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     """The marker after it: `</think>`."""
     closing: str
-    """The text inserted when the budget is used up. Starts with `end`."""
+    """The text inserted when the budget is used up: perhaps a message, then `end`, and what may follow it."""
     is_open: bool
     """Whether the prompt ends within the reasoning. Otherwise the model may start with `start`."""
     several: bool = False

@@ -163,7 +163,14 @@ def _job_sizes(arguments: Mapping[str, Any], config: EngineConfig) -> RequestSiz
         return estimate_sizes(reader, job.defaults)
 
 
-@click.command(cls=GroupedCommand)
+_COMMON = (
+    "endpoint output column template system ordered retry_failed overwrite model hf_repo mmproj lora chat_template "
+    "n_parallel n_ctx n_threads n_gpu_layers workers devices n_predict temperature json_schema seed verbose"
+)
+"""The options that --help shows; --help-all shows all."""
+
+
+@click.command(cls=GroupedCommand, common=_COMMON)
 @job_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @partial(engine_options, without=("max_wait_ms",))
@@ -193,7 +200,8 @@ def batch(
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
-    stamp = input_stamp(job.input_format.path)
+    changes = msgspec.json.decode(msgspec.json.encode(config.model_changes))  # as a ledger has them
+    job, stamp = msgspec.structs.replace(job, model_changes=changes), input_stamp(job.input_format.path)
     with InputReader(job.input_format, URLS) as reader:
         first = reader.first()  # before anything is written
     has_prompts = isinstance(first, JobRequest) and first.is_plain

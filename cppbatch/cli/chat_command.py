@@ -37,8 +37,16 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
 """Options for loading a model in this process."""
 
 
+_COMMON = (
+    "url api_key model mmproj lora chat_template system save_to continue_from thinking_budget n_ctx n_threads "
+    "n_gpu_layers spec draft_model n_predict temperature top_k top_p seed verbose"
+)
+"""The options that --help shows; --help-all shows all."""
+
+
 @click.command(
     cls=GroupedCommand,
+    common=_COMMON,
     hint="chat takes options only: name the model with -m, and type messages after the start; `cppbatch run MODEL` "
     "starts a chat, and `cppbatch generate PROMPT` answers one prompt",
 )

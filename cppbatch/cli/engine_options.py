@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import logging
 import os
 import re
@@ -23,10 +24,10 @@ from cppbatch.config import (
     SETTINGS,
     EngineConfig,
     disk_folder,
-    env_of,
     setting_name,
 )
 from cppbatch.errors import ConfigError
+from cppbatch.setting import env_of
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -38,11 +39,28 @@ Option = Callable[[Command], Command]
 _DEFAULTS = EngineConfig(model_path="")
 
 
+class _Option(click.Option):
+    """An option whose switches are read from variables as llama.cpp reads them."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """As in click. A switch may be `enabled` or `disabled`, and LLAMA_ARG_NO_X turns off that of LLAMA_ARG_X."""
+        value = super().resolve_envvar_value(ctx)
+        if not self.is_flag or not isinstance(self.envvar, list):
+            return value
+        if any(_negation(name) in os.environ for name in self.envvar):
+            return "false"
+        return {"enabled": "true", "disabled": "false"}.get(value or "", value)
+
+
+def _negation(variable: str) -> str:
+    return variable.replace("LLAMA_ARG_", "LLAMA_ARG_NO_", 1) if variable.startswith("LLAMA_ARG_") else ""
+
+
 def option(*names: str, env: str = "", llama_env: str = "", **settings: Any) -> Option:
     """An option that can also be set by the environment variable CPPBATCH_<env>, or else by llama.cpp's variable.
     `env`: "": the first long flag. `llama_env`: one or more of llama.cpp's variables, separated by spaces."""
     variables = [f"CPPBATCH_{env or env_of(names)}", *llama_env.split()]
-    return click.option(*names, envvar=variables, show_envvar=True, **{"show_default": True, **settings})
+    return click.option(*names, cls=_Option, envvar=variables, show_envvar=True, **{"show_default": True, **settings})
 
 
 class Choice(click.Choice[str]):
@@ -69,6 +87,18 @@ class Switch(Choice):
     def __init__(self, choices: Sequence[str] = WORDS) -> None:
         words = {"enabled": "on", "true": "on", "1": "on", "disabled": "off", "false": "off", "0": "off", "-1": "auto"}
         super().__init__(choices, words)
+
+
+class _Specs(Choice):
+    """A choice that also accepts llama-server's list of sources."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """As in click. Several sources are `auto`, which includes earlier text, unless all others are of one kind."""
+        kinds = {super(_Specs, self).convert(each, param, ctx) for each in value.split(",")} - {"off"}
+        models = kinds - {"suffix", "auto"}
+        if len(models) == 1 and models.isdisjoint({"draft", "mtp"}):
+            return models.pop()
+        return kinds.pop() if len(kinds) == 1 else "auto" if kinds else "off"
 
 
 class _Layers(click.types.IntParamType):
@@ -102,8 +132,9 @@ def with_options(command: Command, options: Sequence[Option]) -> Command:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
-    return tuple(_adapter(each) for each in given)
+def _scaled_files(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+    lists = ([each] if Path(each).is_file() else each.split(",") for each in given)  # a file name may contain a comma
+    return tuple(_scaled_file(each) for files in lists for each in files)
 
 
 def _file(_context: object, option: click.Parameter, given: str) -> str:
@@ -115,13 +146,36 @@ def _file(_context: object, option: click.Parameter, given: str) -> str:
     return str(check_file(path)) if given else ""
 
 
-def _adapter(given: str) -> tuple[str, float]:
-    """`FILE` or `FILE=SCALE`, as a file and a scale. A file name may contain =."""
-    path, _, scale = given.rpartition("=")
-    if path and not Path(given).is_file():
-        with contextlib.suppress(ValueError):  # not a number: part of the name
-            return path, float(scale)
+def _scaled_file(given: str) -> tuple[str, float]:
+    """`FILE`, `FILE:SCALE` or `FILE=SCALE`, as a file and a scale. A file name may contain : and =."""
+    for separator in "=:":
+        path, _, scale = given.rpartition(separator)
+        if path and not Path(given).is_file():
+            with contextlib.suppress(ValueError):  # not a number: part of the name
+                return path, float(scale)
     return given, 1.0
+
+
+def _overrides(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
+    """As in llama.cpp: separated by commas, except within double quotes."""
+    return tuple(each for row in csv.reader(given) for each in row)
+
+
+def _or_none(_context: object, _option: object, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    return given or ()
+
+
+def _not_negative(_context: object, _option: object, given: int) -> int:
+    """llama-server's -1 means automatic, as 0 does."""
+    return max(0, given)
+
+
+def _parallel(context: click.Context, option: click.Parameter, given: int) -> int:
+    """llama-server's -1 means automatic, as if it were not given."""
+    if given != -1:
+        return given
+    context.set_parameter_source(str(option.name), ParameterSource.DEFAULT)
+    return _DEFAULTS.n_parallel
 
 
 def _cache_ram(_context: object, _option: object, given: int) -> int:
@@ -182,6 +236,23 @@ _MODEL = [
         default=None, help="A specific file in that repository, instead of TYPE.",
     ),
     option(
+        "-hft", "--hf-token", "hf_token", metavar="TOKEN", default=None,
+        help="Access token for the Hugging Face hub. Default: HF_TOKEN, which other programs cannot read.",
+    ),
+    option(
+        "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf", "hf_repo_draft",
+        llama_env="LLAMA_ARG_SPEC_DRAFT_HF_REPO", metavar="OWNER/REPO[:TYPE]", default=None,
+        help="Draft model on the hub, as for -hf.",
+    ),
+    option(
+        "-mu", "--model-url", "model_url", llama_env="LLAMA_ARG_MODEL_URL", metavar="URL", default=None,
+        help="Address of a GGUF file to download; for a split model, of its first part.",
+    ),
+    option(
+        "-mmu", "--mmproj-url", "mmproj_url", llama_env="LLAMA_ARG_MMPROJ_URL", metavar="URL", default=None,
+        help="As --mmproj, from an address.",
+    ),
+    option(
         "--mmproj-auto/--no-mmproj", " /--no-mmproj-auto", "mmproj_auto",
         llama_env="LLAMA_ARG_MMPROJ_AUTO", default=True,
         help="Download and load the projector in the repository of a hub model, as with --mmproj.",
@@ -190,7 +261,9 @@ _MODEL = [
 
 _CONVERSIONS: dict[str, dict[str, Any]] = {
     "n_ctx": {"show_default": "1,024 per sequence, on a GPU more, or what fits into memory"},
-    "n_parallel": {"show_default": "16, on a GPU 32, or what fits into memory"},
+    "n_threads": {"callback": _not_negative},
+    "flash_attn": {"is_flag": False, "flag_value": "on"},
+    "n_parallel": {"callback": _parallel, "show_default": "16, on a GPU 32, or what fits into memory"},
     "n_gpu_layers": {"type": _Layers(-2)},
     "draft_gpu_layers": {"type": _Layers(-1)},
     "kv_layout": {
@@ -198,7 +271,7 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
             CHOICES["kv_layout"], {"true": "unified", "1": "unified", "false": "per-sequence", "0": "per-sequence"}
         )
     },
-    "spec": {"type": Choice(CHOICES["spec"], _SPEC_TYPES)},
+    "spec": {"type": _Specs(CHOICES["spec"], _SPEC_TYPES)},
     "rpc": {"default": "", "callback": _comma_list},
     "tensor_split": {"default": "", "callback": _numbers(float, "3,1")},
     "fit_params": {"is_flag": False, "type": Switch(("on", "off")), "default": "on", "callback": _is_on},
@@ -207,7 +280,10 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
     "override_tensor": {"multiple": True, "callback": split_lists},
     "draft_device_names": {"default": "", "callback": _comma_list},
     "draft_override_tensor": {"multiple": True, "callback": split_lists},
-    "lora": {"multiple": True, "callback": _adapters},
+    "lora": {"multiple": True, "callback": _scaled_files},
+    "kv_overrides": {"multiple": True, "callback": _overrides},
+    "control_vectors": {"multiple": True, "callback": _scaled_files},
+    "control_vector_layers": {"nargs": 2, "type": int, "default": None, "callback": _or_none},
     "mmproj": {"callback": _file},
     "draft_model": {"callback": _file},
     "prefix_cache_ram": {"callback": _cache_ram},
@@ -267,24 +343,36 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
 
     @wraps(command)
     def with_config(
+        *,
         model: str | tuple[str, ...] | None,
         hf_repo: str | None,
         hf_file: str | None,
         verbose: bool,
+        hf_token: str | None = None,
+        hf_repo_draft: str | None = None,
+        model_url: str | None = None,
+        mmproj_url: str | None = None,
         mmproj_auto: bool = False,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.models.pull import choose_model, choose_projector
+        from cppbatch.models.pull import choose_model, choose_projector, projector_at
 
         named = model if isinstance(model, tuple) else (model,) if model else ()
+        if hf_token:
+            os.environ["HF_TOKEN"] = hf_token  # where the hub's client reads it
 
         log_settings = {name: arguments.pop(name) for name in _LOG_SETTINGS if name in arguments}
         _set_up_logs(verbose, log_settings)
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
         for prefix in ("", "draft_"):
             _put_in_order(settings, prefix)
+        if settings.get("n_ctx_seq") and {"n_ctx", "n_parallel"} & given_settings() == {"n_parallel"}:
+            settings["n_ctx"] = settings["n_ctx_seq"] * settings["n_parallel"]
+            click.get_current_context().set_parameter_source("n_ctx", ParameterSource.COMMANDLINE)
         sizes = {"n_ctx": settings.get("n_ctx") or _DEFAULTS.n_ctx}  # 0 is resolved once the model is known
         EngineConfig(model_path="", **{**settings, **sizes})  # raises for wrong values before a model is downloaded
+        if model_url and not any(map(os.path.isfile, named)):  # -m is where llama-server would put it
+            named = (model_url,)
         named = (*([on_hub] if (on_hub := hub_name(hf_repo, hf_file)) else []), *named)
         if several:
             sources = arguments["sources"]
@@ -292,6 +380,10 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
                 arguments["sources"] = sources.with_files(named, own_contexts=settings.get("n_ctx") == 0)
                 return command(config=EngineConfig(model_path="", **{**settings, **sizes}), **arguments)
             arguments["sources"] = None
+        if hf_repo_draft and not settings.get("draft_model"):
+            settings["draft_model"] = str(choose_model(hub_name(hf_repo_draft, None)))
+        if mmproj_url and not settings.get("mmproj"):
+            settings["mmproj"] = str(projector_at(mmproj_url))
         if named and mmproj_auto and may_see(named[-1], settings):
             settings["mmproj"] = str(choose_projector(named[-1]) or "")
         model_path = str(choose_model(named[-1] if named else None))
@@ -356,9 +448,13 @@ def engine_settings_options(command: Command, *, without: Collection[str] = ()) 
 
 def _leave_out(names: Collection[str], command: Command) -> Command:
     options: list[click.Parameter] = command.__click_params__  # type: ignore[attr-defined]  # where click collects them
-    without = {*names, "mmproj_auto"} if "mmproj" in names else names
+    without = {*names, *(other for name in names for other in _SETS.get(name, ()))}
     options[:] = [each for each in options if each.name not in without]
     return command
+
+
+_SETS = {"mmproj": ("mmproj_auto", "mmproj_url"), "draft_model": ("hf_repo_draft",)}
+"""Options of the hub and of addresses that set an engine setting."""
 
 
 def given_settings() -> set[str]:
@@ -368,7 +464,7 @@ def given_settings() -> set[str]:
     return {name for name in EngineConfig.__struct_fields__ if context.get_parameter_source(name) in given}
 
 
-_LOG_SETTINGS = ("log_format", "log_level", "access_log")
+_LOG_SETTINGS = ("log_format", "log_level", "access_log", "log_file")
 
 
 def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
@@ -376,7 +472,13 @@ def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
     if settings:
         from cppbatch.server.observe.log_setup import set_up
 
-        set_up(settings["log_format"], verbose=verbose, level=settings["log_level"], access=settings["access_log"])
+        set_up(
+            settings["log_format"],
+            verbose=verbose,
+            level=settings["log_level"],
+            access=settings["access_log"],
+            file=settings["log_file"],
+        )
         return
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"

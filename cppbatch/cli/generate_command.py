@@ -30,7 +30,14 @@ def _is_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-@click.command(cls=GroupedCommand, argument="-p", options_metavar="[OPTIONS] [PROMPT]...")
+_COMMON = (
+    "prompts file images as_chat as_json model hf_repo mmproj lora chat_template system n_parallel n_ctx "
+    "n_threads n_gpu_layers spec draft_model n_predict temperature top_k top_p seed json_schema grammar stop verbose"
+)
+"""The options that --help shows; --help-all shows all."""
+
+
+@click.command(cls=GroupedCommand, common=_COMMON, argument="-p", options_metavar="[OPTIONS] [PROMPT]...")
 @click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be repeated.")
 @click.option(
     "-f",

@@ -41,12 +41,15 @@ _WITHOUT_EFFECT = {
     "interrupt_requests", "disable_ping_events", "root_path",
 }  # fmt: skip
 _UNSET: dict[str, Any] = {
-    "vocab_only": False, "kv_overrides": None, "rpc_servers": None, "rope_scaling_type": -1, "rope_freq_base": 0.0,
-    "rope_freq_scale": 0.0, "yarn_ext_factor": -1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0, "yarn_orig_ctx": 0, "hf_tokenizer_config_path": None,
+    "vocab_only": False, "rpc_servers": None, "hf_tokenizer_config_path": None,
     "hf_pretrained_model_name_or_path": None,
 }  # fmt: skip
 """Settings that are only accepted with a value that has no effect."""
+_FROM_FILE: dict[str, Any] = {
+    "rope_scaling_type": -1, "rope_freq_base": 0.0, "rope_freq_scale": 0.0, "yarn_ext_factor": -1.0,
+    "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_orig_ctx": 0,
+}  # fmt: skip
+"""Its defaults, with which the model's file decides."""
 
 
 class LlamaCppPythonConfig(NamedTuple):
@@ -117,7 +120,7 @@ def _flags(settings: Json, where: str) -> Json:
     flags["ctx-size"] = cells_for(n_ctx, _DEFAULTS.n_parallel, _DEFAULTS.n_ctx) if n_ctx > 0 else 0
     flags["gpu-layers"] = settings.get("n_gpu_layers") or 0
     for name, (flag, value_of) in _FLAGS.items():
-        if settings.get(name) is not None:
+        if settings.get(name) not in (None, _FROM_FILE.get(name)):
             flags[flag] = value_of(settings[name])
     for name in ("type_k", "type_v"):
         if (kind := settings.get(name)) is not None:
@@ -168,12 +171,17 @@ _FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "lora_path": ("lora", str),
     "clip_model_path": ("mmproj", str),
     "chat_template_kwargs": ("chat-template-kwargs", dict),
+    "kv_overrides": ("override-kv", list),
+    "rope_scaling_type": ("rope-scaling", ("none", "linear", "yarn").__getitem__),
+    **{name: (name.replace("_", "-"), float) for name in _FROM_FILE if name != "rope_scaling_type"},
+    "yarn_orig_ctx": ("yarn-orig-ctx", int),
 }
 _TYPES: dict[str, Any] = {
     "n_ctx": int, "n_gpu_layers": int, "n_ubatch": int, "n_threads": int, "flash_attn": bool,
     "tensor_split": list[float], "seed": int, "last_n_tokens_size": int, "lora_path": str, "clip_model_path": str,
     "chat_template_kwargs": Json, "type_k": int, "type_v": int, "draft_model": str, "draft_model_num_pred_tokens": int,
-    "chat_format": str, "numa": bool | int,
+    "chat_format": str, "numa": bool | int, "kv_overrides": list[str],
+    **{name: type(usual) for name, usual in _FROM_FILE.items()},
 }  # fmt: skip
 _SERVER: dict[str, Any] = {"host": str, "port": int, "ssl_keyfile": str, "ssl_certfile": str, "api_key": str}
 

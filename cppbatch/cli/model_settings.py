@@ -6,7 +6,9 @@ import configparser
 import contextlib
 import difflib
 import json
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from click.core import ParameterSource
 
 from cppbatch.cli.engine_options import context_length, deployment_options, engine_settings_options
 from cppbatch.cli.llama_server_flags import RENAMED, UNNEEDED
-from cppbatch.cli.server_options import THINKING, model_options
+from cppbatch.cli.server_options import MODEL_SETTINGS, model_options, take_template_variables
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
@@ -24,6 +26,8 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.typed_json import decode_toml
 
 Settings = Mapping[str, Any]
+
+log = logging.getLogger("cppbatch.flags")
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,17 +58,20 @@ def read_settings(path: Path) -> ModelFile:
 
 def _presets(text: str) -> ModelFile:
     """llama-server's format: a section for each model, and [*] for all."""
-    parser = configparser.ConfigParser(interpolation=None, default_section="*", strict=True)
+    parser = configparser.ConfigParser(
+        interpolation=None, default_section="*", strict=True, delimiters=("=",), empty_lines_in_values=False
+    )
     parser.optionxform = str  # type: ignore[assignment,method-assign]  # keys such as ngl and NGL are not the same
     parser.read_string(f"[*]\n{text}")  # `version = 1` comes before the first section
-    defaults = {key: value for key, value in parser.defaults().items() if key != "version"}
-    own = {name: dict(parser.items(name)) for name in parser.sections()}
-    return ModelFile(
-        defaults=defaults,
-        models={
-            name: {key: value for key, value in section.items() if key != "version"} for name, section in own.items()
-        },
-    )
+
+    def settings(given: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        return {key: _COMMENT.split(value, maxsplit=1)[0] for key, value in given if key != "version"}
+
+    own = {name: settings(parser.items(name)) for name in parser.sections()}
+    return ModelFile(defaults=settings(parser.defaults().items()), models=own)
+
+
+_COMMENT = re.compile(r"\s*[;#]")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,9 +114,13 @@ def parse_settings(settings: Settings, where: str) -> ModelSettings:
 
 def _arguments(key: str, value: Any, where: str) -> list[str]:
     """A setting as command-line arguments."""
+    key = _VARIABLES.get(key, key)
     flag = next((each for each in (f"--{key}", f"-{key}") if each in _OPTIONS or each in _UNNEEDED), None)
-    if f"--{key}" in RENAMED or f"-{key}" in RENAMED:
-        return list(RENAMED[f"--{key}" if f"--{key}" in RENAMED else f"-{key}"]) if _is_on(value) else []
+    if renamed := next((each for each in (f"--{key}", f"-{key}") if each in RENAMED), None):
+        return list(RENAMED[renamed] if _is_on(value) else RENAMED.get(_opposite(renamed), ()))
+    if key in _OF_SERVER and flag is None:
+        log.info("%s: %s has no effect; it applies to the server, not to one of its models", where, key)
+        return []
     if flag is None:
         names = [each.lstrip("-") for each in _OPTIONS]
         close = difflib.get_close_matches(key, names, 1)
@@ -119,8 +130,10 @@ def _arguments(key: str, value: Any, where: str) -> list[str]:
             else "; valid keys are the flags of `cppbatch serve` without the leading dashes"
         )
         raise ConfigError(f"{where}: unknown model setting {key!r}{hint}")
-    if flag in _UNNEEDED:
-        return []
+    return [] if flag in _UNNEEDED else _option_arguments(flag, value)
+
+
+def _option_arguments(flag: str, value: Any) -> list[str]:
     option = _OPTIONS[flag]
     if option.is_flag:
         negated = next((each for each in option.secondary_opts if each.startswith("--no-")), None)
@@ -129,10 +142,18 @@ def _arguments(key: str, value: Any, where: str) -> list[str]:
         if on != is_negation:
             return [option.opts[-1]]
         return [negated] if negated else []
+    if option.nargs > 1:
+        return [flag, *(value if isinstance(value, list) else _text(value).replace(",", " ").split())]
     values = value if isinstance(value, list) else [value]
     if not option.multiple:
         values = [",".join(map(_text, values))]
     return [part for each in values for part in (flag, _text(each))]
+
+
+def _opposite(flag: str) -> str:
+    """--no-mmap for --mmap, and the reverse."""
+    dashes, name = flag[: len(flag) - len(flag.lstrip("-"))], flag.lstrip("-")
+    return f"{dashes}{name.removeprefix('no-')}" if name.startswith("no-") else f"{dashes}no-{name}"
 
 
 def _is_on(value: Any) -> bool:
@@ -152,27 +173,18 @@ def _text(value: Any) -> str:
 @click.pass_context
 def _collect(
     context: click.Context,
+    /,
     *,
     deployment: Deployment,
     engine: dict[str, Any],
-    aliases: tuple[str, ...],
-    tags: tuple[str, ...],
-    chat_template: str | None,
-    template_variables: dict[str, Any],
-    reasoning: str,
-    thinking_tokens: int | None,
-    parse_special: bool,
     sampling_defaults: dict[str, Any],
+    **arguments: Any,
 ) -> ModelSettings:
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    server: dict[str, Any] = {
-        "aliases": aliases, "tags": tags, "chat_template": chat_template, "thinking_tokens": thinking_tokens,
-        "parse_special": parse_special,
-    }  # fmt: skip
-    server = {name: value for name, value in server.items() if name in given}
+    server = {name: arguments[name] for name in MODEL_SETTINGS if name in given}
     if sampling_defaults:
         server["sampling_defaults"] = sampling_defaults
-    if variables := template_variables | THINKING[reasoning]:
+    if variables := take_template_variables(arguments):
         server["template_variables"] = variables
     of_workers = {"workers": ("workers", "max_workers")}
     fields = [field for name in given for field in of_workers.get(name, (name,))]
@@ -183,6 +195,18 @@ def _collect(
     )
 
 
+_VARIABLES = {
+    variable: option.opts[-1].lstrip("-")
+    for option in _collect.params
+    for variable in option.envvar or ()
+    if variable.startswith("LLAMA_")
+}
+"""llama.cpp's variables, which are keys too."""
+_OF_SERVER = frozenset(
+    "host port metrics no-metrics props slots no-slots webui no-webui ui no-ui path api-prefix reuse-port log-file "
+    "log-disable log-jsonl models-max models-autoload".split()
+)
+"""Keys of llama-server's presets that are settings of the whole server here."""
 for _option in _collect.params:
     _option.envvar = None  # environment variables apply to all models
 _OPTIONS = {

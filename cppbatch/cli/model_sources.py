@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cppbatch.cli.engine_options import Command, option, with_options
+from cppbatch.cli.engine_options import Command, hub_name, option, with_options
 from cppbatch.cli.llama_cpp_python_config import read_llama_cpp_python_config, use_config
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.models.find import models_in, short_name, shorter_names
-from cppbatch.models.pull import choose_model
+from cppbatch.models.hub import hub_model, present_file
+from cppbatch.models.pull import choose_model, choose_projector, projector_at
 
 if TYPE_CHECKING:
     from cppbatch.cli.model_settings import ModelFile, ModelSettings
@@ -29,9 +30,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cppbatch.flags")
 
-_FILE_KEYS = ("model", "m")
+_HUB_KEYS = ("hf-repo", "hf", "hfr")
+_HUB_FILE_KEYS = ("hf-file", "hff")
+_URL_KEYS = ("model-url", "mu")
+_FILE_KEYS = ("model", "m", *_HUB_KEYS, *_HUB_FILE_KEYS, *_URL_KEYS)
 """The keys that name a model's file in its section of the settings file."""
 _ALIAS_KEYS = ("alias", "a")
+_NO_MMPROJ_KEYS = ("no-mmproj", "no-mmproj-auto", "mmproj-auto")
+_ELSEWHERE: tuple[tuple[str, tuple[str, ...], Callable[[str], Path]], ...] = (
+    ("mmproj", ("mmproj-url", "mmu"), projector_at),
+    ("draft-model", ("hf-repo-draft", "hfd", "hfrd", "spec-draft-hf"), choose_model),
+)
+"""Keys that name a file at an address or on the hub: the setting, the keys, what finds the file."""
+_MMPROJ_KEYS = {"mmproj", "mm", "mmproj-url", "mmu", *_NO_MMPROJ_KEYS}
 
 
 class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +156,8 @@ class Catalog:
         _refuse("--alias", bool(settings.aliases))
         self._sources, self._config, self._given = sources, config, given
         self._deployment, self._settings = deployment, settings
+        self._projectors: dict[str, Path | None] = {}
+        """Those of models of the hub."""
         self._meant: dict[str, Path] = {}
         """The file of every name that a model has had, also of the names without a weight type."""
 
@@ -176,8 +189,13 @@ class Catalog:
         for name, path in paths.items():
             given = {**sizes, **content.defaults, **own.get(name, {})}
             pinned, preload = _take_switch(given, "pinned", name), _take_switch(given, "load-on-startup", name)
-            for key in _FILE_KEYS:
+            if projector := self._projectors.get(name):
+                given["mmproj"] = str(projector)
+            for key in (*_FILE_KEYS, *_NO_MMPROJ_KEYS):
                 given.pop(key, None)
+            for setting, keys, find in _ELSEWHERE:
+                if url := next((given.pop(key) for key in keys if key in given), None):
+                    given.setdefault(setting, str(find(str(url))))
             if given.pop("stop-timeout", None) is not None:
                 log.info(
                     "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"
@@ -258,6 +276,9 @@ class Catalog:
         """The file that a section of the settings file names. Raises `ConfigError`."""
         given = settings.get("model", settings.get("m"))
         file = self._sources.settings_file
+        if given is None and (elsewhere := _elsewhere(name, settings)):
+            self._projectors[name] = None if _MMPROJ_KEYS & settings.keys() else choose_projector(elsewhere)
+            return choose_model(elsewhere)
         if given is None or file is None:
             raise ConfigError(
                 f'--models-config {file}: {name!r} not found in --models-dir; set its file: model = "FILE.gguf"'
@@ -295,6 +316,17 @@ class Catalog:
         if self._sources.files:
             return names[0]
         return names[0] if len(names) == 1 else None
+
+
+def _elsewhere(name: str, settings: Mapping[str, Any]) -> str | None:
+    """The model of the hub, or at an address, that a section of the settings file names; None: a file here."""
+
+    def value(keys: Sequence[str]) -> str | None:
+        return next((str(settings[key]) for key in keys if key in settings), None)
+
+    named = hub_name(value(_HUB_KEYS), value(_HUB_FILE_KEYS)) or value(_URL_KEYS)
+    on_hub = hub_model(name)
+    return named or (name if on_hub and present_file(on_hub) else None)
 
 
 def _names(path: Path, prefix: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,8 +16,9 @@ from cppbatch.engine.params import PARAMS
 _GROUPS = {  # *: the engine's settings under this heading
     "Input and output": "prompts file images sounds as_chat as_json output errors column id_column template endpoint "
     "raw system save_to continue_from ordered longest_first retry_failed overwrite",
-    "Model": "model hf_repo hf_file * mmproj_auto chat_template template_variables reasoning thinking_tokens "
-    "thinking_budget parse_special",
+    "Model": "model hf_repo hf_file hf_token hf_repo_draft model_url * mmproj_url mmproj_auto chat_template "
+    "template_variables reasoning reasoning_effort reasoning_format preserves_reasoning thinking_tokens "
+    "thinking_budget thinking_message skip_chat_parsing prefill_assistant parse_special spm_infill embd_normalize",
     "Batch and memory": "* memory_check",
     "Speed": "* use_profile",
     "Speculative decoding": "*",
@@ -24,14 +26,16 @@ _GROUPS = {  # *: the engine's settings under this heading
     "any_model",
     "Workers and devices": "workers downscale_delay devices list_devices * ray_address replicas step_timeout "
     "sleep_idle_seconds in_process",
-    "Network and keys": "url api_key hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins "
-    "allowed_hosts",
+    "Network and keys": "url api_key hosts port reuse_port prefix api_keys api_key_file ssl_certfile ssl_keyfile "
+    "cors_origins cors_methods cors_headers cors_credentials allowed_hosts",
     "Limits": "* max_concurrent max_concurrent_per_key request_timeout idle_timeout sse_ping_interval drain_timeout "
     "max_tokens max_n max_prompts_per_batch max_body_mb max_file_mb max_media max_media_mb",
     "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path allowed_media_domains media_path "
-    "metrics slots props webui",
-    "Sampling": f"n_predict {' '.join(PARAMS)} json_schema guided_choice grammar compact_json stop",
-    "Log and debugging": "log_level access_log log_format verbose *",
+    "metrics slots props webui static_path",
+    "Sampling": f"n_predict {' '.join(PARAMS)} json_schema json_schema_file guided_choice grammar grammar_file "
+    "compact_json logit_bias stop shows_special escapes",
+    "Log and debugging": "log_level access_log log_format log_file prompts_dir verbose * version cache_list "
+    "completion_bash usage",
 }
 
 
@@ -56,7 +60,8 @@ class GroupedCommand(click.Command):
     def __init__(self, *args: Any, common: str = "", argument: str = "", hint: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._argument, self._hint = argument, hint
-        self._common = common.split()
+        self.common = common.split()
+        """The names of the options that `--help` shows; empty: all."""
         if common:
             self.params.append(
                 click.Option(
@@ -89,8 +94,9 @@ class GroupedCommand(click.Command):
             if word == "--":
                 named += words
                 break
-            if (option and not (option.is_flag or equals)) or (not option and _ends_with_option(word, options)):
-                named += [value] if (value := next(words, None)) is not None else []
+            takes_value = option and not (option.is_flag or equals)
+            if takes_value or (not option and _ends_with_option(word, options)):
+                named += itertools.islice(words, option.nargs if option else 1)
             elif not option and _LETTERS.match(word) and not _may_be_split(word, options):
                 close = difflib.get_close_matches(name, options)  # older versions of click list all they get
                 raise click.NoSuchOption(name, possibilities=close, ctx=ctx)
@@ -99,8 +105,8 @@ class GroupedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a section for each heading."""
         for heading, options in group_options(self.get_params(ctx)):
-            is_whole = not self._common or heading == _OTHERS or _HELP_ALL in ctx.meta
-            shown = [option for option in options if is_whole or option.name in self._common]
+            is_whole = not self.common or heading == _OTHERS or _HELP_ALL in ctx.meta
+            shown = [option for option in options if is_whole or option.name in self.common]
             records = [record for option in shown if (record := option.get_help_record(ctx))]
             if records:
                 with formatter.section(heading):

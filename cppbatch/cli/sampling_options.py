@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,13 +21,44 @@ _DEFAULTS = SamplingParams()
 def _sampler_names(_context: object, _option: object, given: str | None) -> list[str] | None:
     if given is None:
         return None
-    from cppbatch.server.api.llama_server.fields import sampler_names
+    from cppbatch.server.api.llama_server.fields import SAMPLER_NAMES, sampler_names
 
-    return sampler_names([name for name in given.split(";") if name])
+    is_letters = given not in SAMPLER_NAMES and all(letter in SAMPLER_NAMES for letter in given)
+    return sampler_names(given if is_letters else [name for name in given.split(";") if name])
 
 
 def _seed(_context: object, _option: object, given: int | None) -> int | None:
     return -1 if given == _RANDOM_SEED else given
+
+
+def _file_text(_context: object, _option: object, given: Path | None) -> str | None:
+    if given is None:
+        return None
+    try:
+        return given.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{given} cannot be read as text ({error})") from error
+
+
+def _biases(_context: object, _option: object, given: tuple[str, ...]) -> dict[str, float] | None:
+    found: dict[str, float] = {}
+    for each in given:
+        if not (parts := _BIAS.fullmatch(each.replace(" ", ""))):
+            raise click.BadParameter(f"{each!r:.80} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS, such as 15043-1")
+        token, bias = str(int(parts[1])), float(parts[2])
+        found[token] = max(-_MOST_BIAS, min(_MOST_BIAS, found.get(token, 0.0) + bias))  # -inf is the least
+    return found or None
+
+
+def _unescape(text: str) -> str:
+    """As llama.cpp: \\n, \\r, \\t, quotes, backslashes and \\xHH; others stay as they are."""
+    return _ESCAPE.sub(lambda found: _ESCAPED.get(found[1]) or chr(int(found[1][1:], 16)), text)
+
+
+_BIAS = re.compile(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", re.IGNORECASE)
+_MOST_BIAS = 100.0
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+_ESCAPE = re.compile(r"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
 
 
 def _breakers(_context: object, _option: object, given: tuple[str, ...]) -> list[str] | None:
@@ -51,11 +84,27 @@ def _sampling(field: str) -> Option:
 
 
 _SAMPLING = [_sampling(field) for field in PARAMS]
-_OUTPUT = [
+_GRAMMAR_OPTIONS = [
     click.option(
         "-j", "--json-schema", metavar="JSON", default=None, help="Constrain the output to JSON with this schema; {} "
         "for any JSON."
     ),
+    click.option(
+        "-jf", "--json-schema-file", metavar="FILE", default=None, type=click.Path(path_type=Path), callback=_file_text,
+        help="As --json-schema, from a file.",
+    ),
+    click.option("--grammar", metavar="TEXT", default=None, help="Constrain the output to this GBNF or Lark grammar."),
+    click.option(
+        "--grammar-file", metavar="FILE", default=None, type=click.Path(path_type=Path), callback=_file_text,
+        help="As --grammar, from a file.",
+    ),
+    click.option(
+        "-l", "--logit-bias", multiple=True, metavar="TOKEN_ID+BIAS", callback=_biases,
+        help="Add to the logit of a token, by its id: 15043+1, 15043-1, 15043-inf; may be repeated.",
+    ),
+]  # fmt: skip
+_OUTPUT = [
+    *_GRAMMAR_OPTIONS,
     click.option(
         "--compact-json/--no-compact-json", default=None,
         help="Write JSON of a schema without whitespace between its tokens.  [default: only in batch]",
@@ -64,10 +113,25 @@ _OUTPUT = [
         "--choice", "guided_choice", multiple=True, metavar="TEXT",
         help="Constrain the output to one of these texts; repeat for each text.",
     ),
-    click.option("--grammar", metavar="TEXT", default=None, help="Constrain the output to this GBNF or Lark grammar."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop at this text; may be repeated."),
 ]  # fmt: skip
-_OUTPUT_NAMES = ("json_schema", "compact_json", "guided_choice", "grammar", "stop")
+_SERVED = [
+    *_GRAMMAR_OPTIONS,
+    click.option(
+        "-r", "--reverse-prompt", "stop", multiple=True, metavar="TEXT", help="Stop at this text; may be repeated."
+    ),
+    click.option(
+        "-sp", "--special", "shows_special", is_flag=True,
+        help="Return the texts of control tokens too.",
+    ),
+    click.option(
+        "-e", "--escape/--no-escape", "escapes", default=True,
+        help="Read \\n, \\t and other escapes in --reverse-prompt and --dry-sequence-breaker.",
+    ),
+]  # fmt: skip
+_FILES = {"json_schema_file": "json_schema", "grammar_file": "grammar"}
+_GRAMMAR_NAMES = ("json_schema", "grammar", "logit_bias", *_FILES)
+_OUTPUT_NAMES = (*_GRAMMAR_NAMES, "compact_json", "guided_choice", "stop")
 
 
 def _n_predict(help: str) -> Option:
@@ -121,7 +185,13 @@ def sampling_default_options(command: Command) -> Command:
 
     @wraps(command)
     def with_defaults(n_predict: int | None, **arguments: Any) -> Any:
-        sampling = _pop_given(arguments, PARAMS)
+        sampling = _pop_given(arguments, (*PARAMS, *_GRAMMAR_NAMES, "stop"))
+        if arguments.pop("shows_special"):
+            sampling["skip_special_tokens"] = False
+        if arguments.pop("escapes"):
+            for name in ("stop", "dry_sequence_breakers"):
+                if name in sampling:
+                    sampling[name] = [_unescape(text) for text in sampling[name]]
         if n_predict is not None:
             sampling["max_tokens"] = n_predict
         return command(sampling_defaults=sampling, **arguments)
@@ -130,10 +200,14 @@ def sampling_default_options(command: Command) -> Command:
         "Default maximum tokens of a completion; -1: until the context is full. If not given: 16 for /v1/completions, "
         "otherwise -1. This and the following options are defaults for requests that do not set the field."
     )
-    return with_options(with_defaults, [n_predict, *_SAMPLING])
+    return with_options(with_defaults, [n_predict, *_SAMPLING, *_SERVED])
 
 
 def _pop_given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Removes these options from `arguments`, and returns those that the user has given."""
     taken = {name: arguments.pop(name) for name in names}
-    return {name: value for name, value in taken.items() if value is not None and value != ()}
+    given = {name: value for name, value in taken.items() if value is not None and value != ()}
+    for name, field in _FILES.items():
+        if name in given:
+            given[field] = given.pop(name)
+    return given

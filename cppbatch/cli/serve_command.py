@@ -23,7 +23,13 @@ from cppbatch.cli.engine_options import (
     profile_and_memory_options,
     with_options,
 )
-from cppbatch.cli.llama_server_flags import LlamaServerCommand, list_devices_flag, unneeded_flags
+from cppbatch.cli.llama_server_flags import (
+    LlamaServerCommand,
+    information_flags,
+    list_devices_flag,
+    refused_flags,
+    unneeded_flags,
+)
 from cppbatch.cli.model_sources import ModelSources, many_models, model_source_options
 from cppbatch.cli.output import loading_bar
 from cppbatch.cli.quiet_imports import QuietImports
@@ -133,6 +139,8 @@ COMMON = (
     options_metavar="[OPTIONS] [MODEL]",
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # as llama-server does
 )
+@refused_flags
+@information_flags
 @list_devices_flag
 @server_options  # first, so that they are validated before a model is downloaded
 @deployment_options

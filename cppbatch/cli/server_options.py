@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from cppbatch.cli.engine_options import Command, Switch, option, split_lists, with_options
+from cppbatch.cli.engine_options import Choice, Command, Switch, option, split_lists, with_options
 from cppbatch.cli.sampling_options import sampling_default_options
 from cppbatch.config import EngineConfig
 from cppbatch.errors import LibraryError
@@ -102,8 +102,29 @@ def _limit(_context: click.Context, _parameter: click.Parameter, tokens: int) ->
     return None if tokens < 0 else tokens
 
 
-THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
-"""--reasoning, as chat template variables."""
+MODEL_SETTINGS = (
+    "aliases", "tags", "chat_template", "thinking_tokens", "thinking_message", "reasoning_format", "skip_chat_parsing",
+    "prefill_assistant", "parse_special", "spm_infill", "embd_normalize",
+)  # fmt: skip
+"""The options of `model_options` that are fields of `ServerSettings`."""
+_THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
+
+
+def take_template_variables(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Removes the options that set chat template variables, and returns these."""
+    effort, preserves = arguments.pop("reasoning_effort"), arguments.pop("preserves_reasoning")
+    found: dict[str, Any] = arguments.pop("template_variables") | _THINKING[arguments.pop("reasoning")]
+    if effort not in (None, "default"):
+        found |= {"reasoning_effort": effort, "reasoning_strength": effort}  # as llama-server
+    if preserves is not None:
+        found |= {name: preserves is is_kept for name, is_kept in _PRESERVED.items()}
+    return found
+
+
+_PRESERVED = {
+    "preserve_thinking": True, "clear_thinking": False, "truncate_history_thinking": False, "drop_thinking": False,
+}  # fmt: skip
+"""The variables with which templates keep the reasoning of earlier messages, as in llama-server."""
 
 _MODEL_OPTIONS = [
     option(
@@ -133,6 +154,39 @@ _MODEL_OPTIONS = [
         help="Maximum reasoning tokens before the answer starts, for chats without thinking_budget. -1: no limit.",
     ),
     option(
+        "--reasoning-budget-message", "thinking_message", llama_env="LLAMA_ARG_THINK_BUDGET_MESSAGE", metavar="TEXT",
+        default="", show_default=False, help="Text before the end of reasoning that has used up its tokens.",
+    ),
+    option(
+        "--reasoning-effort", llama_env="LLAMA_ARG_REASONING_EFFORT", metavar="LEVEL", default=None,
+        help="Default of the chat template variable reasoning_effort: minimal, low, medium, high, xhigh or max.",
+    ),
+    option(
+        "--reasoning-preserve/--no-reasoning-preserve", "preserves_reasoning",
+        llama_env="LLAMA_ARG_REASONING_PRESERVE", default=None,
+        help="Tell the chat template to keep, or to drop, the reasoning of earlier messages. Default: as the template "
+        "does.",
+    ),
+    option(
+        "--reasoning-format", llama_env="LLAMA_ARG_THINK", type=Choice(["auto", "none"], {"deepseek": "auto"}),
+        default="auto",
+        help="auto: reasoning is returned as reasoning_content; none: in the content, with its tags.",
+    ),
+    option(
+        "--skip-chat-parsing/--no-skip-chat-parsing", llama_env="LLAMA_ARG_SKIP_CHAT_PARSING", default=False,
+        help="Return the whole text of chats as content, with reasoning and tool calls as the model writes them.",
+    ),
+    option(
+        "--prefill-assistant/--no-prefill-assistant", llama_env="LLAMA_ARG_PREFILL_ASSISTANT", default=True,
+        help="Continue a last message of the assistant, for requests without continue_final_message.",
+    ),
+    option("--spm-infill", is_flag=True, help="Put the suffix before the prefix in prompts of /infill."),
+    option(
+        "--embd-normalize", type=int, default=2,
+        help="Norm of embeddings. 2: of length 1; -1: as computed; 0: the largest number is 32,760; 1, 3 ...: the norm "
+        "of this order is 1.",
+    ),
+    option(
         "--parse-special", is_flag=True,
         help="Read the texts of control tokens, such as <|im_end|>, in messages and tools as control tokens, as "
         "llama-server does. Default: they are plain text.",
@@ -145,11 +199,20 @@ _OPTIONS = [
     option(
         "--host", "hosts", llama_env="LLAMA_ARG_HOST", multiple=True, metavar="ADDRESS,...",
         default=("127.0.0.1",), callback=split_lists,
-        help="Address to listen on; may be repeated, or given as a comma-separated list.",
+        help="Address to listen on, or the path of a Unix socket that ends in .sock; may be repeated, or given as a "
+        "comma-separated list.",
     ),
     option(
         "--port", llama_env="LLAMA_ARG_PORT", type=click.IntRange(0, 65535), default=8080,
         help="Port; 0: any free port.",
+    ),
+    option(
+        "--reuse-port", llama_env="LLAMA_ARG_REUSE_PORT", is_flag=True,
+        help="Let several servers listen on the same port; the system distributes connections over them.",
+    ),
+    option(
+        "--api-prefix", "prefix", llama_env="LLAMA_ARG_API_PREFIX", metavar="/PATH", default="", show_default=False,
+        help="Path before those of the server, without a slash at its end.",
     ),
     option(
         "--api-key", "api_keys", llama_env="LLAMA_API_KEY", multiple=True, metavar="KEY,...",
@@ -175,6 +238,18 @@ _OPTIONS = [
         multiple=True, metavar="ORIGIN,...", callback=split_lists, show_default="* with --api-key, else localhost",
         help="Origins whose web pages may use the server: https://example.org, localhost for any port of this machine, "
         "* for all, none; may be repeated.",
+    ),
+    option(
+        "--cors-methods", llama_env="LLAMA_ARG_CORS_METHODS", metavar="METHOD,...",
+        default="GET, POST, DELETE, OPTIONS", help="Methods that these web pages may use.",
+    ),
+    option(
+        "--cors-headers", llama_env="LLAMA_ARG_CORS_HEADERS", metavar="HEADER,...", default="*",
+        help="Request headers that these web pages may send; *: any.",
+    ),
+    option(
+        "--cors-credentials/--no-cors-credentials", llama_env="LLAMA_ARG_CORS_CREDENTIALS", default=True,
+        help="Let these web pages send cookies and the like; with --cors-origin *, always.",
     ),
     option(
         "--allowed-hosts", multiple=True, metavar="HOST,...", callback=split_lists,
@@ -238,6 +313,11 @@ _OPTIONS = [
         default=True, help="Serve the web page at /.",
     ),
     option(
+        "--path", "static_path", llama_env="LLAMA_ARG_STATIC_PATH", metavar="DIR", default=None,
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="Serve the files of this folder at / in place of the web page.",
+    ),
+    option(
         "--slot-save-path", metavar="DIR",
         type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True, resolve_path=True), default=None,
         help="Folder in which POST /slots/{id} saves the cached prefixes of slots. Default: saving is disabled.",
@@ -251,9 +331,20 @@ _OPTIONS = [
         "--props", llama_env="LLAMA_ARG_ENDPOINT_PROPS", is_flag=True,
         help="Accept POST /props for compatibility with llama-server clients; it changes nothing.",
     ),
-    option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Log format."),
     option(
-        "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default=None,
+        "--log-prompts-dir", "prompts_dir", metavar="DIR", type=_NamedPath(path_type=Path), default=None,
+        help="Write each prompt to a file in this folder. For debugging.",
+    ),
+    option(
+        "--log-format", llama_env="LLAMA_ARG_LOG_JSONL", default="text", help="Log format.",
+        type=Choice(["text", "json"], {"1": "json", "true": "json", "0": "text", "false": "text"}),
+    ),
+    option(
+        "--log-file", llama_env="LLAMA_ARG_LOG_FILE", metavar="FILE", type=_NamedPath(path_type=Path), default=None,
+        help="Append the lines of the log to this file too.",
+    ),
+    option(
+        "--log-level", type=click.Choice(["debug", "info", "warning", "error", "off"]), default=None,
         help="Minimum log level. Default: warning, and info for requests, batches and workers.",
     ),
     option(
@@ -304,8 +395,6 @@ def server_options(command: Command) -> Command:
             cors_origins=arguments.pop("cors_origins") or None,
             allowed_hosts=arguments.pop("allowed_hosts"),
             own_names=names_of(hosts),
-            aliases=arguments.pop("aliases"),
-            tags=arguments.pop("tags"),
             metrics=arguments.pop("metrics"),
             slots=arguments.pop("slots"),
             webui=arguments.pop("webui"),
@@ -318,14 +407,23 @@ def server_options(command: Command) -> Command:
             drain_timeout=arguments.pop("drain_timeout"),
             data_dir=arguments.pop("data_dir"),
             sse_ping_interval=arguments.pop("sse_ping_interval"),
-            chat_template=arguments.pop("chat_template"),
-            template_variables=arguments.pop("template_variables") | THINKING[arguments.pop("reasoning")],
-            thinking_tokens=arguments.pop("thinking_tokens"),
-            parse_special=arguments.pop("parse_special"),
+            static_path=arguments.pop("static_path"),
+            prompts_dir=arguments.pop("prompts_dir"),
+            cors_methods=arguments.pop("cors_methods"),
+            cors_headers=arguments.pop("cors_headers"),
+            cors_credentials=arguments.pop("cors_credentials"),
+            template_variables=take_template_variables(arguments),
+            **{name: arguments.pop(name) for name in MODEL_SETTINGS},
             sampling_defaults=arguments.pop("sampling_defaults"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)
-        address = Address(hosts=hosts, port=arguments.pop("port"), tls=tls)
+        address = Address(
+            hosts=hosts,
+            port=arguments.pop("port"),
+            tls=tls,
+            reuse_port=arguments.pop("reuse_port"),
+            prefix=arguments.pop("prefix"),
+        )
         return command(settings=settings, address=address, **arguments)
 
     return with_options(with_settings, _OPTIONS)

@@ -7,6 +7,7 @@ undisturbed; next to a busy program 31.9 with two threads (mean 50, because some
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 import psutil
+
+from cppbatch.config import EngineConfig, cpus_of_mask, cpus_of_range, setting_name
+from cppbatch.errors import ConfigError
+
+log = logging.getLogger("cppbatch.engine")
 
 _INTERVAL_S = 0.5  # between two readings; one takes 0.1 ms
 _FIRST_S = 0.1  # until the first reading, usually while the model is loading
@@ -86,6 +92,24 @@ def busy_cores(before: CpuTimes, after: CpuTimes, seconds: float) -> float:
     """The average number of cores used by other programs between two readings."""
     others = after.all_programs - before.all_programs - (after.this_process - before.this_process)
     return max(0.0, others / seconds)
+
+
+def use_cpus(config: EngineConfig) -> None:
+    """Limits the calling thread, and the compute threads that llama.cpp starts for it, to the cores of `cpu_mask` and
+    `cpu_range`, if any. Raises `ConfigError` if this process may use none of them."""
+    wanted = cpus_of_mask(config.cpu_mask) | cpus_of_range(config.cpu_range)
+    if not wanted:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        log.warning("%s has no effect on this system", setting_name("cpu_mask"))
+        return
+    usable = usable_cpus()
+    if not wanted & usable:
+        raise ConfigError(
+            f"{setting_name('cpu_mask')} and {setting_name('cpu_range')} name none of the cores that this process may "
+            f"use: {', '.join(map(str, sorted(usable)))}"
+        )
+    os.sched_setaffinity(0, wanted & usable)
 
 
 def usable_cpus() -> set[int]:

@@ -23,8 +23,15 @@ def check_dimensions(dimensions: int | None, n_embd: int) -> None:
         )
 
 
-def normalise_vectors(vectors: Vector, dimensions: int | None = None) -> Vector:
-    """Vectors of length 1, float32[..., dimensions]: their dot product is their cosine similarity.
+AS_COMPUTED, TO_INT16, LENGTH_1 = -1, 0, 2
+"""llama.cpp's --embd-normalize: not normalised; the largest number is 32,760; of length 1. Other numbers above 0: the
+norm of this order is 1."""
+_INT16 = 32_760
+
+
+def normalise_vectors(vectors: Vector, dimensions: int | None = None, norm: int = LENGTH_1) -> Vector:
+    """Vectors of length 1, float32[..., dimensions]: their dot product is their cosine similarity. `norm`: another one
+    in place of the length.
 
     `vectors`: float32[..., n_embd]. `dimensions`: keep the first numbers of each vector (models trained for this with
     Matryoshka representation learning lose little); None: all. Zero vectors stay zero. Raises `InvalidRequest` for an
@@ -32,6 +39,9 @@ def normalise_vectors(vectors: Vector, dimensions: int | None = None) -> Vector:
     """
     check_dimensions(dimensions, vectors.shape[-1])
     kept = vectors[..., :dimensions].astype(np.float64)  # squares of large numbers would overflow float32
-    lengths = np.linalg.norm(kept, axis=-1, keepdims=True)
+    if norm == AS_COMPUTED:
+        return kept.astype(np.float32)
+    order = np.inf if norm == TO_INT16 else norm
+    lengths = np.linalg.norm(kept, ord=order, axis=-1, keepdims=True) / (_INT16 if norm == TO_INT16 else 1)
     result: Vector = (kept / np.where(lengths, lengths, 1)).astype(np.float32)
     return result

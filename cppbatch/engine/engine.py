@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cppbatch.chat.chat_format import ChatFormat
-from cppbatch.config import EngineConfig, EngineSettings, engine_config
+from cppbatch.config import EngineConfig
 from cppbatch.engine import offline, offline_chat
 from cppbatch.engine.chats import ChatFormats
 from cppbatch.engine.core import EngineCore
@@ -31,6 +31,7 @@ from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.turns import Result, Turns
+from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.llama import apply_builtin_template
 from cppbatch.unclosed import close_at_exit, warn_unclosed

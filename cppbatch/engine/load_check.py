@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cppbatch import child_processes
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, setting_name
 from cppbatch.errors import ModelError
 from cppbatch.findings import build_key, file_key, finding_key, finding_path
 from cppbatch.llama.library import library_path
@@ -27,15 +27,21 @@ def check_loads(config: EngineConfig, *, survives_crash: bool = False) -> None:
         return
     check_model(Path(config.model_path))  # takes less time than a process
     if not survives_crash:
-        _check(config.model_path, [config.model_path])
+        _check(config.model_path, [config.model_path], config.kv_overrides)
     for adapter, _ in config.lora:
         _check(adapter, [config.model_path, adapter])
 
 
-def _check(blamed: str, files: Sequence[str]) -> None:
+def _check(blamed: str, files: Sequence[str], overrides: Sequence[str] = ()) -> None:
     parts = [part for file in files for part in model_parts(Path(file))]
-    verdict = finding_path("loads", finding_key(Path(library_path()).parent, parts))
-    if crash := find_crash(blamed, verdict, load_command(files), _TIMEOUT_S):
+    verdict = finding_path("loads", finding_key(Path(library_path()).parent, parts, *overrides))
+    command = [*load_command(files), *(f"--override-kv={each}" for each in overrides)]
+    if crash := find_crash(blamed, verdict, command, _TIMEOUT_S):
+        if overrides:
+            raise ModelError(
+                f"{blamed} cannot be used: llama.cpp crashes ({crash}) with these metadata or with the file itself; "
+                f"check {setting_name('kv_overrides')}"
+            )
         raise ModelError(
             f"{blamed} cannot be used: llama.cpp crashes when it loads the file or computes with it ({crash}). "
             "Download it again, or use another file"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -70,6 +70,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The text for a reranker, with the placeholders {query} and {document}; None: the two texts in sequence."""
     labels: list[str] = []
     """Names of a reranker's scores, if its file has them, which is rare."""
+    changes: dict[str, Any] = {}
+    """The given settings that change what the model computes (`ModelChanges.model_changes`)."""
     adapters: tuple[AdapterInfo, ...] = ()
     modalities: tuple[Literal["image", "audio"], ...] = ()
     """Media that prompts may contain; empty without a projector (`EngineConfig.mmproj`)."""

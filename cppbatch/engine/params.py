@@ -17,9 +17,9 @@ import msgspec
 
 from cppbatch.chat.lark_grammar import MAX_GRAMMAR, LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
-from cppbatch.config import Range
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema import compact_schema
+from cppbatch.setting import Range
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
 
@@ -168,7 +168,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         "Mirostat's target surprise, in bits.", Range(0, 1000), "--mirostat-ent",
     )] = 5.0
 
-    samplers: Annotated[Sequence[str], Param("Samplers to apply, in this order, separated by semicolons.")] = SAMPLERS
+    samplers: Annotated[Sequence[str], Param(
+        "Samplers to apply, in this order, separated by semicolons, or as llama.cpp's letters.",
+        flags="--samplers --sampler-seq --sampling-seq",
+    )] = SAMPLERS
     """From `SAMPLERS`."""
     ignore_eos: Annotated[bool, Param("Never sample an end token.")] = False
     """Not with a grammar, which determines the end of the text."""

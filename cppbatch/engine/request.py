@@ -11,9 +11,9 @@ from typing import Any, Literal, TypedDict, get_args
 import msgspec
 
 from cppbatch.chat.messages import PlainText
-from cppbatch.config import MOST_LORA_SCALE
 from cppbatch.engine.params import INT32_MAX, SamplingParams, format_value, instance, number, replace_fields, token_ids
 from cppbatch.errors import ContextOverflow, InvalidRequest
+from cppbatch.model_changes import MOST_SCALE
 
 _MAX_TIMEOUT = 30 * 24 * 3600  # seconds
 
@@ -229,8 +229,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
                     "lora",
                     f"has the key {format_value(key)}; a key must be the name of an adapter, or its number from 0",
                 )
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_LORA_SCALE:
-                message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
+            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_SCALE:
+                message = f"it must be from {-MOST_SCALE:g} to {MOST_SCALE:g}"
                 raise InvalidRequest("lora", f"is {format_value(scale)} for {format_value(key)}; {message}")
 
 

@@ -26,7 +26,7 @@ from cppbatch.config import (
     available_threads,
     setting_name,
 )
-from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
+from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus, use_cpus
 from cppbatch.engine.kv.layout import (
     choose_cache_type,
     choose_flash_attn,
@@ -61,6 +61,7 @@ from cppbatch.llama import (
     Batch,
     Context,
     EmbeddingBatch,
+    ImageSizes,
     MediaEncoder,
     Model,
     cpu_overrides,
@@ -156,6 +157,7 @@ def load_runtime(
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
+    use_cpus(config)
     threads = _compute_threads(config)
     model = load_model(config, progress, survives_crash=survives_crash)
     try:
@@ -214,7 +216,16 @@ def load_model(
         progress=progress,
         no_alloc=no_alloc,
         load_head=uses_head(config),
+        kv_overrides=config.kv_overrides,
+        check_tensors=config.check_tensors,
     )
+    model.context_params |= config.rope_params
+    if config.control_vectors and not no_alloc:
+        try:
+            model.add_control_vectors(config.control_vectors, config.control_vector_layers)
+        except BaseException:
+            model.close()
+            raise
     on_gpu_too = config.op_offload and not config.deterministic  # large batches of layers on the CPU
     given = {"offload_kqv": config.kv_offload, "op_offload": on_gpu_too}
     model.context_params |= {name: False for name, value in given.items() if not value}
@@ -351,7 +362,8 @@ def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEnc
     device = None
     if config.mmproj_device or (config.mmproj_offload and config.n_gpu_layers):
         device = media_device(config.mmproj_device, config.device_names, config.device or 0)
-    return MediaEncoder(model, config.mmproj, n_threads=n_threads, device=device)
+    sizes = ImageSizes(config.image_min_tokens, config.image_max_tokens, config.media_batch)
+    return MediaEncoder(model, config.mmproj, n_threads=n_threads, device=device, sizes=sizes)
 
 
 def _compute_threads(config: EngineConfig) -> ComputeThreads | None:
@@ -408,6 +420,10 @@ def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
         settings["deterministic"] = f"repack {model.repack}"
     if model.context_params:
         settings["context_params"] = repr(sorted(model.context_params.items()))
+    if config.kv_overrides:
+        settings["kv_overrides"] = repr(config.kv_overrides)
+    if config.image_min_tokens or config.image_max_tokens:
+        settings["image_tokens"] = f"{config.image_min_tokens} {config.image_max_tokens}"
     if model.rope_depends_on_context:
         settings["context"] = f"{config.n_ctx} {config.n_parallel} {config.kv_layout}"
     return settings
@@ -672,7 +688,10 @@ def _info(
         on_gpu=_on_gpu(config),
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
-        max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take the cells after it
+        max_sequence=min(
+            min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take the cells after it
+            config.n_ctx_seq or longest,
+        ),
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         end_tokens=tuple(sorted(model.vocab.eog)),
@@ -683,5 +702,6 @@ def _info(
         n_embd=model.n_scores if pooling == "rank" else model.n_embd,
         rerank_template=model.rerank_template,
         labels=model.labels if pooling == "rank" else [],
+        changes=config.model_changes,
         adapters=tuple(AdapterInfo(name=adapter_name(path), path=path, scale=scale) for path, scale in config.lora),
     )

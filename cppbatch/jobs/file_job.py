@@ -42,6 +42,8 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """Token limit of a plain prompt without its own. None: up to the context size."""
     chat_template: str | None = None
     """The template's text; None: the model's own."""
+    model_changes: Json = {}
+    """The given settings that change what the model computes."""
     ordered: bool = False
     """Write results in input order instead of as they arrive."""
     longest_first: bool = False
@@ -126,6 +128,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
             **form,
             **ours,
             "max_tokens": self.plain_max_tokens,
+            **self.model_changes,
             **self.defaults,
         }
 

@@ -9,7 +9,7 @@ from cppbatch.llama.builtin_chat_templates import apply_builtin_template, builti
 from cppbatch.llama.context import Context
 from cppbatch.llama.library import why_no_heads, why_no_layer_rows
 from cppbatch.llama.llama_batch import Batch, EmbeddingBatch
-from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
+from cppbatch.llama.media_encoder import ImageSizes, MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
 from cppbatch.llama.placement import cpu_overrides, media_device
 from cppbatch.llama.probes import MIN_ROWS, find_prefix_sharing, least_rows_for_equal_bits, probe_prefix_sharing
@@ -33,6 +33,7 @@ __all__ = [
     "EmbeddingBatch",
     "HeadBatch",
     "HeadContext",
+    "ImageSizes",
     "MediaChunk",
     "MediaEncoder",
     "Model",

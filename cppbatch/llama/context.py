@@ -168,6 +168,8 @@ class Context:
                 f"{lines[-1] if lines else 'llama.cpp gave no reason'}. To use less memory, lower {smaller}"
             )
             raise Backend.get().failure(LlamaError(message), lines)
+        if model.control_vector and not self._is_head:
+            model.control_vector.apply(handle)
         self.kv_unified = kv_unified
         self.n_ctx: int = C.llama_n_ctx(handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(handle)

@@ -55,6 +55,7 @@ _NEEDED = """
     llama_sampler_init_dry llama_sampler_clone llama_vocab_get_suppress_tokens llama_vocab_get_attr
     llama_model_quantize llama_model_quantize_default_params
     llama_adapter_lora_init llama_adapter_lora_free llama_adapter_get_alora_n_invocation_tokens llama_set_adapters_lora
+    llama_set_adapter_cvec
 """.split()
 
 

@@ -12,16 +12,18 @@ from cppbatch.errors import CppBatchError
 from cppbatch.llama import Batch, Context, Model
 from cppbatch.models.inspect import row_kind
 
+_OVERRIDE = "--override-kv="
 _N_TOKENS = 2  # of a prompt, before one more
 _FEW_PARAMS = 1e9  # more than one thread waits for the others longer than it computes
 
 
 def main() -> None:
-    """`load_child MODEL [ADAPTER]`: exit code 0 if it computes. Layers stay on the CPU, and weights are not repacked,
-    so that they are only mapped."""
-    path, *adapters = sys.argv[1:]
+    """`load_child MODEL [ADAPTER] [--override-kv=KEY=TYPE:VALUE ...]`: exit code 0 if it computes. Layers stay on the
+    CPU, and weights are not repacked, so that they are only mapped."""
+    path, *adapters = (each for each in sys.argv[1:] if not each.startswith(_OVERRIDE))
+    overrides = [each.removeprefix(_OVERRIDE) for each in sys.argv[1:] if each.startswith(_OVERRIDE)]
     try:
-        with Model(path, n_gpu_layers=0, repack=False) as model:
+        with Model(path, n_gpu_layers=0, repack=False, kv_overrides=overrides) as model:
             for adapter in adapters:
                 model.add_adapter(adapter)
             if model.is_one_stack and not row_kind(Path(path)):  # which reads the rows of another model

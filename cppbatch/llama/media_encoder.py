@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,13 +95,27 @@ class _Parts:
         self._owned = Owned(self.handle, mtmd.mtmd_input_chunks_free)
 
 
+class ImageSizes(NamedTuple):
+    """Tokens of an image; 0: as the projector's file says."""
+
+    min_tokens: int = 0
+    max_tokens: int = 0
+    batch_tokens: int = 1024
+    """Maximum tokens of the images that are encoded at once."""
+
+
+_USUAL = ImageSizes()
+
+
 class MediaEncoder:
     """The encoders and projectors of an mmproj file, for one text model. `close` frees them; so does the model's.
 
     Splitting is thread-safe. Encoding is not: one thread at a time may call `encode`.
     """
 
-    def __init__(self, model: Model, path: str | Path, *, n_threads: int, device: int | None = None) -> None:
+    def __init__(
+        self, model: Model, path: str | Path, *, n_threads: int, device: int | None = None, sizes: ImageSizes = _USUAL
+    ) -> None:
         """Loads `path` and reserves compute buffers.
 
         `n_threads`: of the CPU. `device`: ggml's pointer to the device that encodes; None: the CPU.
@@ -115,6 +129,11 @@ class MediaEncoder:
         params = mtmd.mtmd_context_params_default()
         params.device, params.use_gpu = device, device is not None
         params.n_threads, params.print_timings = n_threads, False
+        if sizes.min_tokens:
+            params.image_min_tokens = sizes.min_tokens
+        if sizes.max_tokens:
+            params.image_max_tokens = sizes.max_tokens
+        params.batch_max_tokens = sizes.batch_tokens
         with Backend.get().errors() as lines:
             handle = mtmd.mtmd_init_from_file(os.fsencode(self.path), model.handle, params)
         if not handle:

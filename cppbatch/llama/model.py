@@ -16,6 +16,7 @@ from cppbatch.config import LazyMode, LoadMode, Numa, Pooling, SplitMode
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
+from cppbatch.llama.control_vector import ControlVector, read_control_vectors
 from cppbatch.llama.library import C
 from cppbatch.llama.llama_batch import ALL_ROWS
 from cppbatch.llama.lora import load_adapter
@@ -23,6 +24,7 @@ from cppbatch.llama.owned import Owned
 from cppbatch.llama.placement import ModelDevices, check_gpu, set_no_alloc
 from cppbatch.llama.sequence_state import SNAPSHOTS
 from cppbatch.llama.vocab import Vocab
+from cppbatch.model_changes import Override, parse_override
 from cppbatch.models.check import check_model
 from cppbatch.models.file_header import read_header
 
@@ -63,6 +65,8 @@ class Model:
         progress: Progress | None = None,
         no_alloc: bool = False,
         load_head: bool = False,
+        kv_overrides: Sequence[str] = (),
+        check_tensors: bool = False,
     ) -> None:
         """Loads `path`.
 
@@ -77,30 +81,32 @@ class Model:
         recurrent states; nothing can be decoded. The log is needed because llama.cpp's function for these sizes,
         `llama_get_memory_breakdown`, returns a C++ map, which ctypes cannot read.
         `load_head`: also loads the draft head (MTP) in the file, which must have one.
+        `kv_overrides`: values in place of those in the file's metadata, as in `EngineConfig`. `check_tensors`: refuses
+        weights that are not numbers.
         Raises `ModelError` with llama.cpp's reason if the file cannot be loaded, `OutOfMemory`, and as `ModelDevices`.
         """
-        self.path = Path(path)
-        self.repack = repack
+        self.path, self.repack = Path(path), repack
         """Whether llama.cpp may have repacked weights."""
         self._owned: Owned | None = None
         self.context_params: dict[str, Any] = {}
         """Fields of `llama_context_params` for every new context, for example those of RoPE."""
         self.adapters: list[Any] = []
         """llama.cpp's pointers to the LoRA adapters; `Context.use_adapters` takes indices into this list."""
+        self.control_vector: ControlVector | None = None
+        """Applied in every new context."""
+        self._overrides = [parse_override(each) for each in kv_overrides]
         self._contexts: weakref.WeakSet[_Closeable] = weakref.WeakSet()
         if not self.path.is_file():
             raise ModelError(f"model file not found: {self.path}")
         params = C.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
-        params.use_extra_bufts = repack
-        params.load_mtp = load_head
+        params.n_gpu_layers, params.use_extra_bufts, params.load_mtp = n_gpu_layers, repack, load_head
         self.has_head = load_head
         """Whether the draft head of the file is loaded (`HeadContext`)."""
         self.no_alloc = no_alloc
         params.split_mode, params.main_gpu = _SPLIT_MODES.index(split_mode), main_gpu
-        params.no_host = no_host
-        params.load_mode = _LOAD_MODES.index(load_mode) - 1
-        params.lazy_mode = _LAZY_MODES.index(lazy_mode)
+        params.no_host, params.check_tensors = no_host, check_tensors
+        params.kv_overrides = _override_array(self._overrides)
+        params.load_mode, params.lazy_mode = _LOAD_MODES.index(load_mode) - 1, _LAZY_MODES.index(lazy_mode)
         if device is not None:
             check_gpu(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
@@ -149,6 +155,11 @@ class Model:
         n_experts = int(self._architecture_metadata("expert_count") or 0)
         self.adapters.append(load_adapter(Path(path), self.handle, self.path, n_experts))
 
+    def add_control_vectors(self, files: Sequence[tuple[str, float]], layers: tuple[int, ...]) -> None:
+        """Loads control vectors, with their scales, for contexts that are created later. Raises `ModelError`."""
+        n_embd = int(C.llama_model_n_embd(self.handle))
+        self.control_vector = read_control_vectors(files, layers, n_embd=n_embd, n_layers=self.n_layers)
+
     def adopt(self, context: _Closeable) -> None:
         """Registers a context, to be closed before the model is freed."""
         self._contexts.add(context)
@@ -156,18 +167,19 @@ class Model:
     @cached_property
     def vocab(self) -> Vocab:
         """The vocabulary. Raises `ModelError` if the file does not contain a tokenizer."""
-        return Vocab(C.llama_model_get_vocab(self.handle), self.path, self.owned)
+        return Vocab(C.llama_model_get_vocab(self.handle), self.path, self.owned, self._overrides)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """The scalar metadata of the GGUF file, values as text."""
+        """The scalar metadata of the GGUF file with the overrides, values as text."""
         read = _read_string
-        return {
+        of_file = {
             read(C.llama_model_meta_key_by_index, self.handle, i): read(
                 C.llama_model_meta_val_str_by_index, self.handle, i
             )
             for i in range(C.llama_model_meta_count(self.handle))
         }
+        return of_file | {each.key: str(each.value).lower() for each in self._overrides if each.key in of_file}
 
     @cached_property
     def architecture(self) -> str:
@@ -396,3 +408,21 @@ def _read_string(function: Any, *args: Any) -> str:
         if n < size:
             return buffer.value.decode("utf-8", "replace")
         size = n + 1
+
+
+def _override_array(overrides: Sequence[Override]) -> Any:
+    """llama.cpp's `kv_overrides`, which end with an empty key; None: no overrides."""
+    if not overrides:
+        return None
+    array = (C.llama_model_kv_override * (len(overrides) + 1))()
+    for entry, (key, value) in zip(array, overrides, strict=False):
+        entry.key = key.encode()
+        if isinstance(value, bool):
+            entry.tag, entry.value.val_bool = C.LLAMA_KV_OVERRIDE_TYPE_BOOL, value
+        elif isinstance(value, int):
+            entry.tag, entry.value.val_i64 = C.LLAMA_KV_OVERRIDE_TYPE_INT, value
+        elif isinstance(value, float):
+            entry.tag, entry.value.val_f64 = C.LLAMA_KV_OVERRIDE_TYPE_FLOAT, value
+        else:
+            entry.tag, entry.value.val_str = C.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()
+    return array

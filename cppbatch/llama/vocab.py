@@ -60,10 +60,10 @@ class _Tokens(msgspec.Struct, frozen=True):
 class Vocab:
     """The vocabulary of a loaded model. Thread-safe; valid until the model is closed."""
 
-    def __init__(self, handle: Any, path: Path, model: Owned) -> None:
-        """`handle`: llama.cpp's pointer, of `model`, which was loaded from `path` and stays open as long as this.
-        The slow-to-read properties of a large vocabulary are cached for this file. Raises `ModelError` if the tokenizer
-        is missing or would crash."""
+    def __init__(self, handle: Any, path: Path, model: Owned, overrides: Sequence[object] = ()) -> None:
+        """`handle`: llama.cpp's pointer, of `model`, which was loaded from `path` with these `overrides` of its
+        metadata and stays open as long as this. The slow-to-read properties of a large vocabulary are cached for this
+        file. Raises `ModelError` if the tokenizer is missing or would crash."""
         model_name = path.name
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # llama_tokenize would abort the process
             raise ModelError(f"{model_name} contains no tokenizer, so it cannot process text")
@@ -84,7 +84,7 @@ class Vocab:
         """Ids of the fill-in-the-middle tokens before the name of a repository and of a file; -1 if there is none."""
         self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
         self._pair_separator, self._pair_end = _pair_special_tokens(handle)
-        tokens = _read_tokens(handle, self.n_tokens, path)
+        tokens = _read_tokens(handle, self.n_tokens, path, overrides)
         drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
         self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, tokens.longest)
         """Maximum bytes of text in one token."""
@@ -276,11 +276,12 @@ class Vocab:
         self._handle = self._grammar_tokenizer = self._model = None
 
 
-def _read_tokens(handle: Any, n_tokens: int, path: Path) -> _Tokens:
-    """The properties of all tokens; for a large vocabulary, cached for this file and library."""
+def _read_tokens(handle: Any, n_tokens: int, path: Path, overrides: Sequence[object]) -> _Tokens:
+    """The properties of all tokens; for a large vocabulary, cached for this file, overrides and library."""
     if n_tokens < _MANY_TOKENS:
         return _ask_tokens(handle, n_tokens)
-    cached = finding_path("vocabularies", finding_key(Path(library_path()).parent, model_parts(path)[:1], n_tokens))
+    key = finding_key(Path(library_path()).parent, model_parts(path)[:1], n_tokens, *overrides)
+    cached = finding_path("vocabularies", key)
     found = read_finding(cached, _Tokens)
     if found is None:
         found = _ask_tokens(handle, n_tokens)

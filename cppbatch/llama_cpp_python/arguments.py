@@ -40,6 +40,7 @@ _CONTEXT_PARAMS = (
     "rope_scaling_type", "attention_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
     "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload",
 )  # fmt: skip
+_OVERRIDES = {bool: "bool", int: "int", float: "float", str: "str"}
 _LIMITED = ("top_p", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
 """Parameters with the same name, which may be out of range in llama-cpp-python."""
 _MOST_BIAS = 100.0
@@ -52,11 +53,6 @@ def engine_settings(given: Json) -> Json:
     If an omitted argument only affects speed, its default is the engine's, not llama-cpp-python's. Raises `ConfigError`
     for unsupported arguments.
     """
-    if given.get("kv_overrides"):
-        raise ConfigError(
-            "kv_overrides: not supported: the engine reads the metadata in the file; change it with gguf-set-metadata "
-            "from the gguf package, or use llama_cpp.Llama"
-        )
     settings: Json = {
         "n_gpu_layers": given.get("n_gpu_layers", 0),
         "n_threads": given.get("n_threads") or 0,
@@ -71,6 +67,8 @@ def engine_settings(given: Json) -> Json:
                 known = ", ".join(f"{number} ({name})" for number, name in _CACHE_TYPES.items())
                 raise ConfigError(f"{name} is {kind}; it must be one of {known}")
             settings[setting] = _CACHE_TYPES[kind]
+    if overrides := given.get("kv_overrides"):
+        settings["kv_overrides"] = tuple(_override(key, value) for key, value in overrides.items())
     if given.get("swa_full"):
         settings["swa_full"] = True
     if given.get("lora_path"):
@@ -82,6 +80,12 @@ def engine_settings(given: Json) -> Json:
     if projector := getattr(given.get("chat_handler"), "clip_model_path", None):
         settings["mmproj"] = projector
     return settings | _extra_settings(given.get("kwargs", {}))
+
+
+def _override(key: str, value: object) -> str:
+    """As --override-kv."""
+    kind = next((name for kind, name in _OVERRIDES.items() if isinstance(value, kind)), type(value).__name__)
+    return f"{key}={kind}:{str(value).lower() if kind == 'bool' else value}"
 
 
 def _placement(given: Json) -> Json:

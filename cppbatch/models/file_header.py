@@ -145,14 +145,27 @@ def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
     """The numbers of a tensor of the type I64. Raises `ModelError` as `read_header`, and if the file has none."""
     import numpy as np  # slower than reading a header, which does not need it
 
-    found = next((t for t in read_header(path).tensors if (t.name, t.kind) == (name, "I64")), None)
+    return _read_tensor(path, name, "I64", "i8").astype(np.int64)
+
+
+def read_floats(path: Path, name: str) -> npt.NDArray[np.float32]:
+    """As `read_integers`, of the type F32."""
+    import numpy as np
+
+    return _read_tensor(path, name, "F32", "f4").astype(np.float32)
+
+
+def _read_tensor(path: Path, name: str, kind: str, number: str) -> npt.NDArray[Any]:
+    import numpy as np
+
+    found = next((t for t in read_header(path).tensors if (t.name, t.kind) == (name, kind)), None)
     if found is None:
-        raise ModelError(f"{path} has no tensor {name} of type I64")
+        raise ModelError(f"{path} has no tensor {name} of type {kind}")
     with path.open("rb") as file:
         reader = _Reader(file)
         reader.header()
         file.seek(reader.weights_start + found.offset)
-        return np.frombuffer(file.read(found.n_bytes), reader.order + "i8").astype(np.int64)
+        return np.frombuffer(file.read(found.n_bytes), reader.order + number)
 
 
 class _Reader:

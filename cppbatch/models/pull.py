@@ -27,6 +27,7 @@ from cppbatch.models.requantize import (
     requantize,
     suited_types,
 )
+from cppbatch.models.url import pull_url, pull_url_file
 
 _CHUNK = 1 << 20
 
@@ -64,13 +65,16 @@ def choose_model(named: str | None) -> Path:
     necessary.
 
     `named`: a path; a file in the models folder, with or without ".gguf"; a name of `cppbatch models list`; or
-    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, downloaded if missing.
+    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, or the address of a file, downloaded if
+    missing.
     A model and its requantised copy count as one, and the copy is chosen. Raises `ModelError`.
     """
     if named:
         path = Path(named).expanduser()
         if found := _given_file(named):
             return check_model(found)
+        if named.startswith(("http://", "https://")):
+            return pull_url(named, _say)
         if not os.path.isdir(path) and (on_hub := hub_model(named)):
             return pull_model(on_hub, _say)
         return check_model(local_model(named))
@@ -105,6 +109,11 @@ def choose_projector(named: str) -> Path | None:
     path, here = Path(named).expanduser(), models_folder() / named
     model = None if os.path.exists(path) or os.path.isfile(here) else hub_model(named)
     return pull_projector(model, _say) if model else None
+
+
+def projector_at(url: str) -> Path:
+    """The file at an address, downloaded if missing. Raises `ModelError`."""
+    return pull_url_file(url, _say)
 
 
 def present_model() -> Path | None:

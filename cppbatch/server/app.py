@@ -43,7 +43,7 @@ def create_app(
     if not isinstance(models, ServedModels):
         models = OneModel.of(models, settings or ServerSettings())
     settings = models.settings
-    cross_origin = CrossOrigin(settings.origins)
+    cross_origin = CrossOrigin(settings.origins, credentials=settings.cors_credentials)
     cross_site = CrossSite(settings.host_names, cross_origin)
     app = web.Application(middlewares=_middlewares(settings, cross_site), client_max_size=settings.limits.max_body)
     app[MODELS] = models
@@ -55,12 +55,14 @@ def create_app(
     app[STORAGE] = storage or Storage()
     add_live(app)
     for routes in ROUTES:
-        if routes is not web_page.routes or settings.webui:
+        if routes is not web_page.routes or (settings.webui and not settings.static_path):
             routes.add_to(app)
     if not settings.webui:
         app.router.add_get(web_page.INDEX, web_page.running)
     if settings.predict_path:
         app.router.add_post(settings.predict_path, predict)
+    if settings.static_path:
+        app.router.add_get("/{path:.*}", web_page.static_files(settings.static_path))
     app.cleanup_ctx.append(run_batches)
     app.cleanup_ctx.append(sample_gpus)
     app.on_response_prepare.extend((add_request_id, add_ignored_fields, add_rate_headers, cross_origin.add_headers))
@@ -76,7 +78,7 @@ def _middlewares(settings: ServerSettings, cross_site: CrossSite) -> list[Middle
         access_middleware,
         error_middleware,
         cross_site_middleware(cross_site),
-        preflight_middleware,
+        preflight_middleware(settings.cors_methods, settings.cors_headers),
         *keys,
         availability_middleware,
         admission_middleware,

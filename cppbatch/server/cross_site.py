@@ -161,7 +161,6 @@ def _refusal(header: str, message: str, code: str) -> ApiError:
 _OF_OTHERS = re.compile(r"file|ftp|data|blob|about|javascript|.*-extension")
 """Schemes of pages that may come from elsewhere: downloaded files, and what browsers install. No web site has any other
 scheme than http and https."""
-_METHODS = "GET, POST, DELETE, OPTIONS"
 _RATE_HEADERS = [
     *(f"x-ratelimit-{value}-requests" for value in ("limit", "remaining", "reset")),
     *(f"anthropic-ratelimit-requests-{value}" for value in ("limit", "remaining", "reset")),
@@ -174,12 +173,13 @@ _MAX_AGE = "600"  # seconds for which browsers may cache a preflight response
 class CrossOrigin:
     """Adds the CORS headers to the responses of an application, and answers preflight requests for every path.
 
-    `origins`: origins and special values. Browsers may send credentials, because allowed pages are trusted. Any page is
-    allowed only if the user says so, or if a key is required, which pages do not know.
+    `origins`: origins and special values. Any page is allowed only if the user says so, or if a key is required, which
+    pages do not know. `credentials`: browsers may send credentials, because allowed pages are trusted.
     """
 
-    def __init__(self, origins: Iterable[str]) -> None:
+    def __init__(self, origins: Iterable[str], *, credentials: bool = True) -> None:
         self._origins = frozenset(origins)
+        self._credentials = credentials or ANY_ORIGIN in self._origins
 
     @property
     def allows_all(self) -> bool:
@@ -205,22 +205,31 @@ class CrossOrigin:
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is not None and self.allows(origin):
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
-            response.headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
+            if self._credentials:
+                response.headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
             response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _EXPOSED_HEADERS
 
 
-@web.middleware
-async def preflight_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers OPTIONS requests: without a key, since browsers do not send one with them, and while the model loads."""
-    if request.method != hdrs.METH_OPTIONS:
-        return await handler(request)
-    headers = {
-        hdrs.ACCESS_CONTROL_ALLOW_METHODS: _METHODS,
+def preflight_middleware(methods: str, allowed_headers: str) -> Middleware:
+    """Answers OPTIONS requests: without a key, since browsers do not send one with them, and while the model loads.
+
+    `methods`, `allowed_headers`: what pages of other origins may use; *: any headers.
+    """
+
+    @web.middleware
+    async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != hdrs.METH_OPTIONS:
+            return await handler(request)
         # Not *, which would not include Authorization.
-        hdrs.ACCESS_CONTROL_ALLOW_HEADERS: request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "*"),
-        hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE,
-    }
-    return web.Response(headers=headers)
+        named = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "*")
+        headers = {
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: methods,
+            hdrs.ACCESS_CONTROL_ALLOW_HEADERS: named if allowed_headers == "*" else allowed_headers,
+            hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE,
+        }
+        return web.Response(headers=headers)
+
+    return answer_preflight
 
 
 def _is_local(origin: str) -> bool:

@@ -13,8 +13,10 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from aiohttp import web
+from yarl import URL
 
 from cppbatch.errors import ConfigError
 from cppbatch.server.admission import IN_FLIGHT
@@ -139,13 +141,23 @@ _SHUTDOWN_SECONDS = 2  # for the last responses to be sent
 _BACKLOG = 128  # asyncio accepts this many at once, and they must not use up the file descriptors
 
 
+def _make_request(make: Callable[..., web.BaseRequest], prefix: str, message: Any, *others: Any) -> web.BaseRequest:
+    """A request without the prefix (--api-prefix) in its path; elsewhere it gets a path that is never served."""
+    path = message.path
+    inside = path.startswith(prefix) and path[len(prefix) : len(prefix) + 1] in ("", "/", "?")
+    stripped = path[len(prefix) :] if inside else f"/-{path}"
+    stripped = stripped if stripped.startswith("/") else f"/{stripped}"
+    return make(message._replace(path=stripped, url=URL(stripped, encoded=True)), *others)
+
+
 class Listener:
     """A listening server. `async with` closes it."""
 
     def __init__(
-        self, runner: web.AppRunner, servers: list[asyncio.Server], watch: asyncio.Task[None], tls: bool
+        self, runner: web.AppRunner, servers: list[asyncio.Server], watch: asyncio.Task[None], address: Address
     ) -> None:
-        self._runner, self._servers, self._watch, self._tls = runner, servers, watch, tls
+        self._runner, self._servers, self._watch = runner, servers, watch
+        self._tls, self._prefix = address.tls is not None, address.prefix
 
     @property
     def url(self) -> str:
@@ -155,15 +167,19 @@ class Listener:
     @property
     def urls(self) -> list[str]:
         """Its URLs, one per entry of `Address.hosts`."""
-        return [self._url(*server.sockets[0].getsockname()[:2]) for server in self._servers]
+        return [self._url(server.sockets[0].getsockname()) for server in self._servers]
 
-    def _url(self, host: str, port: int) -> str:
-        return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    def _url(self, address: str | tuple[Any, ...]) -> str:
+        if isinstance(address, str):
+            return f"--unix-socket {address} http://localhost{self._prefix}"  # for curl
+        host, port = address[:2]
+        return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}{self._prefix}"
 
     @property
     def is_private(self) -> bool:
         """Whether only this machine can reach it."""
-        hosts = [each.getsockname()[0] for server in self._servers for each in server.sockets]
+        addresses = [each.getsockname() for server in self._servers for each in server.sockets]
+        hosts = [address[0] for address in addresses if not isinstance(address, str)]
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
     async def close(self) -> None:
@@ -200,19 +216,25 @@ async def listen(
     await runner.setup()
     http = runner.server
     assert http is not None  # set up
+    if address.prefix:
+        http.request_factory = partial(_make_request, http.request_factory, address.prefix)
     connections = Connections(max_open, idle_timeout=idle_timeout, head_timeout=head_timeout)
     servers: list[asyncio.Server] = []
     port = address.port
     for host in dict.fromkeys(address.hosts):
+        options: dict[str, Any] = {
+            "ssl": address.tls,
+            "ssl_handshake_timeout": head_timeout if address.tls else None,
+            "backlog": _BACKLOG,
+        }
+        loop = asyncio.get_running_loop()
         try:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: Connection(connections, http()),
-                host,
-                port,
-                ssl=address.tls,
-                ssl_handshake_timeout=head_timeout if address.tls else None,
-                backlog=_BACKLOG,
-            )
+            if host.endswith(".sock"):  # as in llama-server
+                server = await loop.create_unix_server(lambda: Connection(connections, http()), host, **options)
+                servers.append(server)
+                continue
+            options["reuse_port"] = address.reuse_port or None
+            server = await loop.create_server(lambda: Connection(connections, http()), host, port, **options)
         except (OSError, OverflowError) as error:
             for listening in servers:
                 listening.close()
@@ -226,7 +248,10 @@ async def listen(
                 remedy = "Set --host to an address of this machine, such as 127.0.0.1, or to 0.0.0.0 for all addresses"
             elif isinstance(error, PermissionError):
                 remedy = "Choose a --port of at least 1024"
-            raise ConfigError(f"cannot listen on {host}:{port} ({reason}). {remedy}") from error
+            where = f"{host}:{port}"
+            if host.endswith(".sock"):
+                where, remedy = host, "Set --host to a path in a folder that exists and may be written"
+            raise ConfigError(f"cannot listen on {where} ({reason}). {remedy}") from error
         servers.append(server)
         port = server.sockets[0].getsockname()[1]  # with --port 0 the first one is chosen
-    return Listener(runner, servers, asyncio.create_task(connections.watch()), address.tls is not None)
+    return Listener(runner, servers, asyncio.create_task(connections.watch()), address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from cppbatch.server.http.hosts import ANY_ORIGIN, LOCAL, HostNames, MediaDomain
 from cppbatch.server.http.limits import Limits
 
 _MAX_DRAIN = 86400
+MOST_NORM = 100
+"""The highest order of a norm of embeddings: a higher one is as good as the largest number."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +28,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     cors_origins: tuple[str, ...] | None = None
     """The origins whose web pages may use the server, and special values (`cors`). None: the default."""
+    cors_methods: str = "GET, POST, DELETE, OPTIONS"
+    """The methods that these pages may use."""
+    cors_headers: str = "*"
+    """The request headers that they may send; *: any."""
+    cors_credentials: bool = True
+    """Whether they may send cookies and the like; always with * as origin, as in llama-server."""
     allowed_hosts: tuple[str, ...] = ()
     """Additional host names under which clients may reach the server (`HostNames`)."""
     own_names: tuple[str, ...] = ()
@@ -38,6 +47,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `/metrics` is served."""
     webui: bool = True
     """Whether the web page is served."""
+    static_path: Path | None = None
+    """A folder of files that is served in place of the web page."""
+    prompts_dir: Path | None = None
+    """A folder to which each prompt is written, for debugging; None: none is."""
     slots: bool = True
     """Whether `/slots` is served."""
     slot_save_path: Path | None = None
@@ -65,6 +78,18 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum reasoning tokens for chats that set no limit (--reasoning-budget); None: no limit."""
     parse_special: bool = False
     """Read the texts of control tokens in messages and tools as control tokens, for requests that do not say."""
+    thinking_message: str = ""
+    """Text before the end of reasoning whose limit is reached."""
+    reasoning_format: str = "auto"
+    """none: reasoning is part of the content, with its tags."""
+    skip_chat_parsing: bool = False
+    """Return the whole text as content, with reasoning and tool calls."""
+    prefill_assistant: bool = True
+    """Continue a last message of the assistant, for requests that do not say."""
+    spm_infill: bool = False
+    """Put the suffix before the prefix in prompts of /infill."""
+    embd_normalize: int = 2
+    """As in `cppbatch.engine.embeddings`."""
     sampling_defaults: dict[str, Any] = {}
     """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
 
@@ -80,6 +105,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             check_origin(origin)
         if not 0 <= self.drain_timeout <= _MAX_DRAIN:
             raise ConfigError(f"--drain-timeout is {self.drain_timeout}; it must be from 0 to {_MAX_DRAIN} seconds")
+        if not -1 <= self.embd_normalize <= MOST_NORM:
+            raise ConfigError(
+                f"--embd-normalize is {self.embd_normalize}; it must be from -1 (as computed) to {MOST_NORM}"
+            )
         try:
             SamplingParams(**self.sampling_defaults)
         except InvalidRequest as error:
@@ -117,6 +146,17 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8080
     """0: any free port."""
     tls: ssl.SSLContext | None = None
+    reuse_port: bool = False
+    """Whether several processes may listen on the port."""
+    prefix: str = ""
+    """The path before those of the server: "/api"; "": none. Requests elsewhere are answered with 404."""
+
+    def __post_init__(self) -> None:
+        if self.prefix and not _PREFIX.fullmatch(self.prefix):
+            raise ConfigError(f"--api-prefix is {self.prefix!r:.80}; it must start with /, and not end with one: /api")
+
+
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:

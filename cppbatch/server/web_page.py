@@ -6,6 +6,7 @@ call. They are also served while the model loads.
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import re
 from functools import lru_cache
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 from aiohttp import ETag, hdrs, web
+from aiohttp.typedefs import Handler
 
 from cppbatch.engine.params import PARAMS
 from cppbatch.server.http.endpoint import TEXT, Routes
@@ -111,6 +113,29 @@ async def page_file(request: web.Request) -> web.Response:
     if file is None:
         raise web.HTTPNotFound(text=f"the web page has no file {request.match_info['path']!r:.200}")
     return _response(request, file)
+
+
+def static_files(folder: Path) -> Handler:
+    """Serves the files of a folder that the user names in place of the page: index.html for a folder in it."""
+
+    root = folder.resolve()
+
+    def find(name: str) -> Path | None:
+        try:
+            path = (root / name).resolve()
+            if path.is_dir():
+                path /= "index.html"
+            return path if path.is_relative_to(root) and path.is_file() else None
+        except (OSError, ValueError):  # a name that no file can have
+            return None
+
+    async def static_file(request: web.Request) -> web.StreamResponse:
+        path = await asyncio.to_thread(find, request.match_info["path"])
+        if path is None:
+            raise web.HTTPNotFound
+        return web.FileResponse(path)
+
+    return static_file
 
 
 def _response(request: web.Request, file: PageFile) -> web.Response:

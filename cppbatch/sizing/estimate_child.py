@@ -114,7 +114,8 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
                 of_draft = draft and (draft.model_path, repacks(draft), _placement(draft))
                 where = _placement(config)
                 media = tuple(getattr(config, name) for name in MEDIA_SETTINGS)
-                key = (config.model_path, where, repacks(config), config.lora, of_draft, media, has_head)
+                of_model = (config.model_path, where, repacks(config), config.lora, repr(config.model_changes))
+                key = (*of_model, of_draft, media, has_head)
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()

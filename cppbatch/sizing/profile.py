@@ -24,7 +24,8 @@ log = logging.getLogger("cppbatch.tune")
 VERSION = 1
 _CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
 # where they are given:
-_PLACEMENT = tuple(name for name in (*PLACEMENT, "kv_offload", "numa") if name not in _CONDITIONS)
+_OTHERS = (*PLACEMENT, "kv_offload", "numa", "kv_overrides", "cpu_mask", "cpu_range")
+_PLACEMENT = tuple(name for name in _OTHERS if name not in _CONDITIONS)
 
 
 class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

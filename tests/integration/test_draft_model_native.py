@@ -14,10 +14,11 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, SamplingParams
 from cppbatch.bench.memory_report import memory_report
-from cppbatch.config import EngineConfig
+from cppbatch.config import CacheType, EngineConfig
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_model import DraftModelProposer
+from cppbatch.engine.speculation.runtimes import draft_config
 from cppbatch.errors import ConfigError, ModelError
 from cppbatch.models.synthetic import byte_vocab
 from tests.support import tiny_models
@@ -202,3 +203,17 @@ def test_the_most_likely_token_is_that_of_the_logits(tiny_llama: Path) -> None:
         assert guess.tokens == [int(rows[0].argmax())]
         exact = np.exp(rows[0].astype(np.float64) - rows[0].max())
         assert guess.probabilities == pytest.approx([1 / exact.sum()], rel=1e-4)
+
+
+@pytest.mark.parametrize("of_draft", [None, "f32"])
+def test_the_cells_of_a_draft_model_have_a_type_of_their_own(tiny_llama: Path, of_draft: CacheType | None) -> None:
+    config = EngineConfig(
+        str(tiny_llama), n_ctx=256, n_parallel=1, n_threads=1, draft_model=str(tiny_llama), cache_type_k="q8_0",
+        draft_cache_type_k=of_draft, draft_cache_type_v=of_draft, rope_freq_base=77.0, kv_overrides=("a=int:1",),
+    )  # fmt: skip
+    draft = draft_config(config)
+    assert draft
+    assert (draft.cache_type_k, draft.cache_type_v) == (of_draft or "q8_0", of_draft or "f16")
+    assert (draft.rope_freq_base, draft.kv_overrides, draft.control_vectors) == (77.0, (), ())
+    with BatchInferenceEngine(config) as engine:
+        assert engine.generate(["a"], SamplingParams(max_tokens=8, temperature=0))[0].tokens

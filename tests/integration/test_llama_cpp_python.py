@@ -550,8 +550,11 @@ def test_prompt_lookup_drafts_the_text_without_changing_it(opened: Open, tiny_ll
 def test_settings_of_the_engine_may_be_given_and_unknown_ones_do_nothing(opened: Open, tiny_llama: Path) -> None:
     llm = opened(tiny_llama, n_parallel=3, f16_kv=True)
     assert llm.engine.config.n_parallel == 3
+    overrides = {"a": 1, "b": True, "c": 0.5, "d": "x"}
+    llm = opened(tiny_llama, kv_overrides=overrides)
+    assert llm.engine.config.kv_overrides == ("a=int:1", "b=bool:true", "c=float:0.5", "d=str:x")
     with pytest.raises(ConfigError, match="kv_overrides"):
-        opened(tiny_llama, kv_overrides={"a": 1})
+        opened(tiny_llama, kv_overrides={"a": None})
     with pytest.raises(ValueError, match="Model path does not exist"):
         opened(Path("nowhere.gguf"))
 

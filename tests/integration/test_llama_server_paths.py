@@ -179,3 +179,6 @@ async def test_the_fingerprint_is_in_every_object_and_changes_with_the_settings(
     async for other in opened(tiny_llama, chat_template="{{ messages }}"):
         answer = await answered(other, "/v1/completions", {"prompt": "a", "max_tokens": 1})
         assert answer["system_fingerprint"] != fingerprint
+    async with http_of(tiny_llama, ServerSettings(), n_ctx=512, n_parallel=2, n_threads=1, rope_freq_base=9) as other:
+        answer = await answered(other, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert answer["system_fingerprint"] != fingerprint

@@ -15,7 +15,7 @@ from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, f
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.engine.media import files as media_files
 from cppbatch.errors import ModelError, OutOfRange
-from cppbatch.llama import Context, EmbeddingBatch, MediaEncoder, Model, selfcheck
+from cppbatch.llama import Context, EmbeddingBatch, ImageSizes, MediaEncoder, Model, selfcheck
 from tests.integration.test_media import EXACT, LAYOUTS, FirstRow, first_rows, reference_row
 from tests.support import tiny_models, tiny_projectors
 from tests.support.fakes import greedy
@@ -262,6 +262,25 @@ def test_an_image_has_rows_and_columns_by_its_size(files: Path) -> None:
             assert (chunk.n_tokens, chunk.n_positions) == (rows * columns, max(rows, columns))
             assert encoder.encode(chunk).shape == (rows * columns, 64)
             assert (before.n_positions, after.n_positions) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "within"),
+    [
+        (ImageSizes(max_tokens=8), (96, 64), range(1, 9)),
+        (ImageSizes(min_tokens=40), (96, 64), range(40, 80)),
+        (ImageSizes(min_tokens=30, max_tokens=36), (32, 32), range(30, 37)),
+        (ImageSizes(batch_tokens=1), (96, 64), range(24, 25)),
+    ],
+)
+def test_an_image_is_scaled_to_the_tokens_that_the_settings_allow(
+    files: Path, sizes: ImageSizes, size: tuple[int, int], within: range
+) -> None:
+    with Model(files / "qwen2vl.gguf") as model:
+        encoder = MediaEncoder(model, files / "qwen2vl-mmproj.gguf", n_threads=1, sizes=sizes)
+        _, chunk, _ = encoder.split_image(media_files.decode_image(picture(1, size=size)))
+        assert chunk.n_tokens in within
+        assert encoder.encode(chunk).shape == (chunk.n_tokens, 64)
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.llama_server import placement
+from tests.llama_server import flags, placement
 from tests.llama_server.known import (
     KnownFile,
     n_passed_by_cppbatch,
@@ -25,7 +25,7 @@ from tests.llama_server.ring import ROOT, Ring
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.llama_server", description=__doc__)
     parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="such as basic or test_basic, or placement; without: all known"
+        "files", nargs="*", metavar="FILE", help="such as basic or test_basic, placement or flags; without: all known"
     )
     parser.add_argument("--tables", action="store_true", help="only print the tables of docs/llama-server.md")
     parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that pytest chooses by it")
@@ -35,6 +35,8 @@ def main() -> int:
         print(page_tables(known), end="")
         return 0
     folder, binary = ROOT / "build" / "llama-server-tests", os.environ.get("CPPBATCH_LLAMA_SERVER")
+    if given.files == ["flags"]:
+        return 0 if flags.run(Path(binary).expanduser() if binary else None) else 1
     if given.files == ["placement"]:
         if not binary:
             parser.error("placement compares with llama-server: set CPPBATCH_LLAMA_SERVER to a build with RPC")

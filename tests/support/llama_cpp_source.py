@@ -19,6 +19,7 @@ from cppbatch.llama.library import PINNED_VERSION
 
 _TEMPLATES = PurePosixPath("models/templates")
 _SERVER_TESTS = PurePosixPath("tools/server/tests")
+_SERVER_README = PurePosixPath("tools/server/README.md")
 _BINDING = PurePosixPath("llama-cpp-python")  # where its own files are put
 _BINDING_TESTS = ("tests", "vendor/llama.cpp/models/ggml-vocab-llama-spm.gguf")
 
@@ -36,6 +37,11 @@ def server_tests() -> Path:
     return _fetched() / _SERVER_TESTS
 
 
+def server_readme() -> str:
+    """The page of llama-server, with its flags. Raises when it cannot be had."""
+    return (_fetched() / _SERVER_README).read_text("utf-8")
+
+
 def binding_tests() -> Path:
     """The folder in which llama-cpp-python's own tests run: they are in `tests`, with the vocabulary where they look
     for it. Raises when they cannot be had."""
@@ -44,12 +50,13 @@ def binding_tests() -> Path:
 
 def _wanted(path: PurePosixPath) -> bool:
     """Of the files in llama.cpp's repository."""
-    return (path.parent == _TEMPLATES and path.suffix == ".jinja") or _SERVER_TESTS in path.parents
+    is_template = path.parent == _TEMPLATES and path.suffix == ".jinja"
+    return is_template or _SERVER_TESTS in path.parents or path == _SERVER_README
 
 
 def _fetched() -> Path:
     """A folder with the required files, laid out as in llama.cpp's repository."""
-    folder = user_cache_path("cppbatch") / "sources" / f"llama-cpp-python-{PINNED_VERSION}-templates-and-tests"
+    folder = user_cache_path("cppbatch") / "sources" / f"llama-cpp-python-{PINNED_VERSION}-templates-tests-readme"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as work:
@@ -79,5 +86,5 @@ def _unpack(archive: Path, folder: Path) -> None:
                 assert content is not None
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(content.read())
-    for part in (_TEMPLATES, _SERVER_TESTS, _BINDING):
-        assert (folder / part).is_dir(), f"{archive.name} has no {part} of llama.cpp"
+    for part in (_TEMPLATES, _SERVER_TESTS, _SERVER_README, _BINDING):
+        assert (folder / part).exists(), f"{archive.name} has no {part} of llama.cpp"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from cppbatch.engine.compute_threads import ComputeThreads, CpuTimes, read_cpu_times
+from cppbatch.config import EngineConfig
+from cppbatch.engine.compute_threads import ComputeThreads, CpuTimes, read_cpu_times, use_cpus
+from cppbatch.errors import ConfigError
 
 
 class Machine:
@@ -105,3 +110,26 @@ def test_the_times_of_this_machine_grow_by_what_this_process_computes() -> None:
     while (after := read_cpu_times()).this_process < before.this_process + 0.3:
         pass
     assert after.all_programs - before.all_programs >= 0.25, "this process is one of the programs"
+
+
+def affinity_on_a_thread(**settings: str) -> set[int]:
+    """The cores of a thread after `use_cpus`."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(use_cpus, EngineConfig("m.gguf", **settings)).result()  # type: ignore[arg-type]
+        return pool.submit(os.sched_getaffinity, 0).result()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity on this system")
+def test_compute_threads_run_on_the_named_cores_only() -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    last = mine[-1]
+    assert affinity_on_a_thread(cpu_mask=f"0x{1 << last:x}") == {last}
+    assert affinity_on_a_thread(cpu_range=f"{last}-{last}") == {last}
+    assert affinity_on_a_thread(cpu_range=f"{last}-") == {last}
+    assert affinity_on_a_thread(cpu_mask=f"{1 << mine[0]:x}", cpu_range=f"{last}-") == {mine[0], last}
+    assert affinity_on_a_thread() == set(mine) == os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match="none of the cores that this process may use"):
+        affinity_on_a_thread(cpu_range="510-511")
+    for wrong in ({"cpu_mask": "xyz"}, {"cpu_range": "3"}, {"cpu_range": "a-b"}):
+        with pytest.raises(ConfigError, match="it must be"):
+            EngineConfig("m.gguf", **wrong)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -156,6 +157,15 @@ def test_a_job_started_by_an_earlier_version_continues_with_its_defaults(tmp_pat
     ]
     opened(job).close()
     assert begun_with(job)["endpoint"] == "completions"
+
+
+def test_a_job_does_not_continue_with_other_settings_that_change_the_model(tmp_path: Path) -> None:
+    journal = opened(msgspec.structs.replace(a_job(tmp_path), model_changes={"rope_freq_base": 500.0}))
+    journal.register([item(1)])
+    journal.record([result(item(1))])
+    journal.close()
+    with pytest.raises(ConfigError, match=r"was started with rope_freq_base 500.0, but rope_freq_base is now unset"):
+        opened(a_job(tmp_path))
 
 
 def test_a_setting_that_is_given_must_be_that_of_the_first_run(tmp_path: Path) -> None:

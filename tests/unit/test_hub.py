@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -13,13 +14,16 @@ import pytest
 from click.testing import CliRunner
 
 from cppbatch.cli.engine_options import engine_options
+from cppbatch.cli.model_sources import Catalog, ModelSources
 from cppbatch.cli.models_command import models
+from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
 from cppbatch.models import pull
 from cppbatch.models.find import find_model, models_in
 from cppbatch.models.hub import HubModel, choose_file, choose_projector, hub_model, pull_model
 from cppbatch.models.pull import choose_model
+from cppbatch.server.settings import ServerSettings
 from tests.support import tiny_models
 from tests.support.fake_hub import FakeHub
 
@@ -52,6 +56,34 @@ def hub(model_bytes: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
     with FakeHub(repositories, gated=("owner/gated-GGUF",)).running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         yield hub
+
+
+def test_a_draft_model_may_be_on_the_hub_too(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")
+    config = config_of("-hf", "owner/Tiny-GGUF:Q8_0", "-hfd", "owner/Tiny-GGUF:Q4_0", "--no-mmproj", "-hft", "secret")
+    assert config.model_path == str(folder / "owner/Tiny-GGUF/Tiny-Q8_0.gguf")
+    assert config.draft_model == str(folder / "owner/Tiny-GGUF/Tiny-Q4_0.gguf")
+    assert os.environ["HF_TOKEN"] == "secret"
+
+
+def test_presets_name_models_of_the_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    preset = tmp_path / "models.ini"
+    preset.write_text(
+        "[one]\nhf = owner/Tiny-GGUF:Q8_0\nctx-size = 512\n\n"
+        "[two]\nhf-repo = owner/Tiny-GGUF\nhf-file = Tiny-Q4_0.gguf\nno-mmproj = true\nhfd = owner/Tiny-GGUF:Q4_0\n\n"
+        "[owner/Tiny-GGUF:Q8_0]\nc = 1024\n"
+    )
+    sources = ModelSources(settings_file=preset)
+    config, deployment = EngineConfig(model_path=""), Deployment()
+    catalog = Catalog(sources, config, set(), deployment, ServerSettings())
+    specs = {each.name: each.config for each in catalog.read().specs}
+    here = folder / "owner" / "Tiny-GGUF"
+    assert {name: Path(config.model_path).name for name, config in specs.items()} == {
+        "one": "Tiny-Q8_0.gguf", "two": "Tiny-Q4_0.gguf", "owner/Tiny-GGUF:Q8_0": "Tiny-Q8_0.gguf",
+    }  # fmt: skip
+    assert (specs["one"].n_ctx, specs["owner/Tiny-GGUF:Q8_0"].n_ctx) == (512, 1024)
+    assert specs["two"].draft_model == specs["two"].model_path
+    assert (specs["one"].mmproj, specs["two"].mmproj) == (str(here / "mmproj-F16.gguf"), "")
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -101,6 +101,14 @@ def test_a_model_without_sizes_has_those_of_the_other_server(tmp_path: Path) -> 
     assert catalog(written(tmp_path, MODEL | {"n_ctx": 100_000}))[0]["a"].config.n_ctx == 100_000
 
 
+def test_positions_and_metadata_are_those_of_the_file(tmp_path: Path) -> None:
+    given = {"rope_scaling_type": 2, "rope_freq_scale": 0.25, "yarn_orig_ctx": 64, "yarn_attn_factor": 1.0}
+    ((_, spec),) = catalog(written(tmp_path, MODEL | given | {"kv_overrides": ["a.b=int:1"]}))[0].items()
+    assert spec.config.model_changes == {
+        "rope_scaling": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 64, "kv_overrides": ("a.b=int:1",),
+    }  # fmt: skip
+
+
 def test_the_server_is_where_the_file_says_unless_flags_say_otherwise(tmp_path: Path) -> None:
     file = written(tmp_path, MODEL, host="0.0.0.0", port=9000, api_key="secret", ssl_keyfile="key.pem")
     context = click.Context(click.Command("serve"))
@@ -113,8 +121,8 @@ def test_the_server_is_where_the_file_says_unless_flags_say_otherwise(tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_overrides": ["a=int:1"]}, "kv_overrides is not supported"),
-        ({"rope_freq_base": 5e5}, "rope_freq_base is not supported"),
+        ({"vocab_only": True}, "vocab_only is not supported"),
+        ({"kv_overrides": ["a=long:1"]}, "its type is 'long'"),
         ({"chat_format": "snoozy"}, "chat_format is 'snoozy'"),
         ({"type_k": 12}, "type_k is 12"),
         ({"draft_model": "other"}, "draft_model is 'other'"),

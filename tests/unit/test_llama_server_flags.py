@@ -11,10 +11,21 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import cppbatch
 from cppbatch.cli.engine_options import engine_options
-from cppbatch.cli.llama_server_flags import UNNEEDED, LlamaServerCommand, UnneededFlag, flags_log, unneeded_flags
+from cppbatch.cli.llama_server_flags import (
+    PRESETS,
+    REFUSED,
+    UNNEEDED,
+    LlamaServerCommand,
+    RefusedFlag,
+    UnneededFlag,
+    flags_log,
+    unneeded_flags,
+)
 from cppbatch.cli.serve_command import serve
 from cppbatch.config import EngineConfig
+from cppbatch.llama.library import PINNED_VERSION
 from cppbatch.server.observe.log_setup import set_up
 
 
@@ -61,6 +72,38 @@ def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-lm", "dio"], {"load_mode": "dio"}),
         (["-ts", "3,1"], {"tensor_split": (3.0, 1.0)}),
         (["--gpu-layers-draft", "2"], {"draft_gpu_layers": 2}),
+        (["--spec-default"], {"spec": "suffix"}),
+        (["--draft", "5"], {"draft_max": 5}),
+        (["-ctkd", "q8_0", "--cache-type-v-draft", "f16"], {"draft_cache_type_k": "q8_0", "draft_cache_type_v": "f16"}),
+        (["--rope-scaling", "yarn", "--rope-scale", "4"], {"rope_scaling": "yarn", "rope_freq_scale": 0.25}),
+        (["--rope-freq-base", "1e6", "--rope-freq-scale", ".5"], {"rope_freq_base": 1e6, "rope_freq_scale": 0.5}),
+        (["--yarn-orig-ctx", "4096", "--yarn-ext-factor", "0"], {"yarn_orig_ctx": 4096, "yarn_ext_factor": 0.0}),
+        (["--yarn-attn-factor", "2", "--yarn-beta-slow", "3"], {"yarn_attn_factor": 2.0, "yarn_beta_slow": 3.0}),
+        (["--yarn-beta-fast", "16", "--check-tensors"], {"yarn_beta_fast": 16.0, "check_tensors": True}),
+        (
+            ["--override-kv", 'a.b=int:5,"c=str:x,y"', "--override-kv", "d=bool:true"],
+            {"kv_overrides": ("a.b=int:5", "c=str:x,y", "d=bool:true")},
+        ),
+        (["--lora", "a.gguf,b.gguf"], {"lora": (("a.gguf", 1.0), ("b.gguf", 1.0))}),
+        (["--lora-scaled", "a.gguf:0.5,b:c.gguf:-1"], {"lora": (("a.gguf", 0.5), ("b:c.gguf", -1.0))}),
+        (
+            ["--lora", "a.gguf=2", "--lora-init-without-apply"],
+            {"lora": (("a.gguf", 0.0),), "lora_init_without_apply": True},
+        ),
+        (
+            ["--control-vector", "a.gguf", "--control-vector-scaled", "b.gguf:0.5,c.gguf:2"],
+            {"control_vectors": (("a.gguf", 1.0), ("b.gguf", 0.5), ("c.gguf", 2.0))},
+        ),
+        (["--control-vector-layer-range", "2", "9", "-c", "512"], {"control_vector_layers": (2, 9), "n_ctx": 512}),
+        (["--image-min-tokens", "8", "--image-max-tokens", "64"], {"image_min_tokens": 8, "image_max_tokens": 64}),
+        (["--mtmd-batch-max-tokens", "64", "-C", "0xF"], {"media_batch": 64, "cpu_mask": "0xF"}),
+        (["-Cr", "0-3"], {"cpu_range": "0-3"}),
+        (["--kv-unified-per-slot", "512"], {"n_ctx_seq": 512}),
+        (["--kv-unified-per-slot", "512", "-np", "4"], {"n_ctx_seq": 512, "n_parallel": 4, "n_ctx": 2048}),
+        (
+            ["--kv-unified-per-slot", "512", "-np", "4", "-c", "1024"],
+            {"n_ctx_seq": 512, "n_parallel": 4, "n_ctx": 1024},
+        ),
         (["-dev", "none"], {"n_gpu_layers": 0, "draft_gpu_layers": 0}),
         (["-dev", "none", "-devd", "CUDA0"], {"n_gpu_layers": 0, "draft_device_names": ("CUDA0",)}),
     ],
@@ -92,6 +135,10 @@ def test_the_kinds_of_draft_models_have_llama_servers_names(tmp_path: Path, name
         ("LLAMA_ARG_NUMA", "isolate", {"numa": "isolate"}),
         ("LLAMA_ARG_SPEC_DRAFT_CPU_MOE", "1", {"draft_cpu_moe": True}),
         ("LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE", "2", {"draft_n_cpu_moe": 2}),
+        ("LLAMA_ARG_ROPE_SCALE", "4", {"rope_freq_scale": 0.25}),
+        ("LLAMA_ARG_YARN_ORIG_CTX", "4096", {"yarn_orig_ctx": 4096}),
+        ("LLAMA_ARG_IMAGE_MAX_TOKENS", "64", {"image_max_tokens": 64}),
+        ("LLAMA_ARG_DRAFT_MAX", "5", {"draft_max": 5}),
     ],
 )
 def test_llama_servers_variables_change_the_same_settings(variable: str, value: str, expected: dict[str, Any]) -> None:
@@ -183,7 +230,41 @@ def test_serve_takes_them_and_shows_their_lines(monkeypatch: pytest.MonkeyPatch)
     assert flags_log.isEnabledFor(logging.INFO)
 
 
-def test_a_flag_that_would_change_something_is_still_refused() -> None:
-    assert "No such option" in CliRunner().invoke(serve, ["--override-kv", "a=int:5"]).output
-    result = CliRunner().invoke(serve, ["--reasoning-format", "none"])
-    assert "'none' is not one of 'auto', 'deepseek'" in result.output
+@pytest.mark.parametrize("flag", REFUSED, ids=lambda flag: flag.names.split()[0])
+def test_a_flag_that_would_change_the_answer_or_the_safety_is_refused_with_the_reason(flag: RefusedFlag) -> None:
+    for name in flag.names.split():
+        result = CliRunner().invoke(serve, [name, *["x"][: bool(flag.value)], "-m", "m.gguf"])
+        assert result.exit_code == 2
+        assert f"Error: {flag.names.replace(' ', ' or ')}: {flag.reason}; leave it out" in result.output
+    assert flag.reason in CliRunner().invoke(serve, [], env={flag.llama_env: "1"}).output
+
+
+def test_an_unknown_format_of_reasoning_is_refused() -> None:
+    assert (
+        "'deepseek-legacy' is not one of" in CliRunner().invoke(serve, ["--reasoning-format", "deepseek-legacy"]).output
+    )
+
+
+def test_flags_that_only_inform_print_it_and_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + b"\1" * 20)
+    for flags, line in (
+        ("--version", f"cppbatch {cppbatch.__version__}, llama-cpp-python {PINNED_VERSION}"),
+        ("-cl", "number of models in the models folder: 1\n   1. a"),
+        ("--completion-bash", "_CPPBATCH_COMPLETE=bash_complete"),
+        ("--usage", "Usage: serve [OPTIONS]"),
+    ):
+        result = CliRunner().invoke(serve, ["--port", "0", flags])
+        assert result.exit_code == 0
+        assert line in result.output
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_model_of_the_hub_with_its_settings(name: str) -> None:
+    flags = PRESETS[name]
+    assert flags[0] == "-hf"
+    known = {flag for option in serve.params for flag in option.opts}
+    assert {flag for flag in flags if flag.startswith("-")} <= known
+    with serve.make_context("serve", [name, "--port", "9"]) as context:
+        assert context.params["hf_repo"] == flags[1]
+        assert context.params["port"] == 9  # a later flag counts

@@ -18,7 +18,8 @@ from cppbatch import EngineConfig, EngineProcess, LocalEngine
 from cppbatch.cli.batch_command import BatchProgress
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.main import cli, main
-from cppbatch.config import EngineSettings, setting_name
+from cppbatch.config import setting_name
+from cppbatch.engine_settings import EngineSettings
 from cppbatch.errors import ConfigError
 
 

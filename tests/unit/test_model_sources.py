@@ -177,7 +177,7 @@ no-kv-unified = true
     ("text", "message"),
     [
         ("[models.b]\nctxsize = 1", "model 'b': unknown model setting 'ctxsize'; did you mean ctx-size?"),
-        ("[models.b]\nhost = 'x'", "unknown model setting 'host'"),
+        ("[models.b]\napi-key = 'x'", "unknown model setting 'api-key'"),
         ("[models.b]\nnp = 'many'", "'many' is not a valid int"),
         ("[models.b]\nnp = 0", "it must be from 1"),
         ("[models.b]\npinned = 'maybe'", "pinned is 'maybe'; it must be true or false"),

@@ -23,8 +23,7 @@ def options(name: str) -> list[click.Option]:
 
 
 def help_of(name: str, flag: str = "") -> str:
-    flag = flag or ("--help-all" if name == "serve" else "--help")
-    return CliRunner().invoke(cli, [name, flag], terminal_width=110).output
+    return CliRunner().invoke(cli, [name, flag or "--help-all"], terminal_width=110).output
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -37,8 +36,7 @@ def test_the_help_shows_each_option_once_under_a_heading(name: str) -> None:
         assert any(f"\n  {name}" in text for name in option.opts), option.opts
     others = text[text.index("\nOther options:\n") :]
     assert "--help" in others
-    n_others = 2 if name == "serve" else 1
-    assert others.count("\n  -") == n_others, f"put it into a group of cppbatch/cli/option_groups.py: {others}"
+    assert others.count("\n  -") == 2, f"put it into a group of cppbatch/cli/option_groups.py: {others}"
 
 
 def test_no_group_names_an_option_twice_or_one_that_is_gone() -> None:
@@ -54,6 +52,21 @@ def test_the_help_of_serve_shows_the_common_options_and_help_all_the_others_too(
     assert len(COMMON.split()) < 40
     assert "--help-all" in short
     for flag in ("--max-queue", "--ubatch-size", "--top-p", "--slots"):
+        assert f"{flag} " in whole
+        assert f"{flag} " not in short
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "batch"])
+def test_the_help_of_a_command_that_runs_prompts_fits_on_two_screens(name: str) -> None:
+    short, whole = help_of(name, "--help"), help_of(name)
+    assert len(short.splitlines()) <= 90
+    assert len(whole.splitlines()) > 300
+    command = cli.commands[name]
+    assert isinstance(command, GroupedCommand)
+    assert set(command.common) <= {option.name for option in options(name)}
+    assert short.count("\n  -") == len(command.common) + 2  # --help and --help-all
+    assert "--help-all" in short
+    for flag in ("--max-queue", "--ubatch-size", "--dry-base"):
         assert f"{flag} " in whole
         assert f"{flag} " not in short
 

@@ -580,7 +580,8 @@ def test_events_of_other_requests_come_out_of_step(meanwhile: Callable[[BatchInf
 
 
 def test_settings_beside_a_ready_config_are_used() -> None:
-    from cppbatch.config import EngineConfig, engine_config
+    from cppbatch.config import EngineConfig
+    from cppbatch.engine_settings import engine_config
 
     assert engine_config(EngineConfig(model_path="x", n_ctx=512), {"n_ctx": 1024}).n_ctx == 1024
 

@@ -13,8 +13,8 @@ from mypy import api
 
 import cppbatch
 from cppbatch import BatchInferenceEngine, EngineConfig, EngineProcess, GenerationRequest, LocalEngine, generate_batch
-from cppbatch.config import EngineSettings
 from cppbatch.engine.request import RequestOptions
+from cppbatch.engine_settings import EngineSettings
 from cppbatch.sizing.profile import TunedSettings
 
 PROGRAM = """

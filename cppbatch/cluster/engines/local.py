@@ -19,7 +19,7 @@ from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, Worke
 from cppbatch.cluster.engines.in_flight import LatestLive
 from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
-from cppbatch.config import EngineConfig, EngineSettings, engine_config
+from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
@@ -30,6 +30,7 @@ from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.turns import OwnProcess
+from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 from cppbatch.unclosed import close_at_exit, warn_unclosed
 

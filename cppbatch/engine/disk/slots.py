@@ -186,7 +186,7 @@ AdapterDigests = tuple[tuple[str, float], ...]
 
 def weight_files(config: EngineConfig) -> WeightFiles:
     """The files that determine the states of an engine. Created before the engine loads them."""
-    others = [path for path, _ in config.lora] + [config.mmproj] * bool(config.mmproj)
+    others = [path for path, _ in (*config.lora, *config.control_vectors)] + [config.mmproj] * bool(config.mmproj)
     return WeightFiles(Path(config.model_path), map(Path, others))
 
 
@@ -204,6 +204,7 @@ class StateKey:
         self._settings = settings
         self._adapters = [Path(path) for path, _ in config.lora]
         self._projector = config.mmproj
+        self._control_vectors, self._layers = config.control_vectors, config.control_vector_layers
 
     @property
     def digest(self) -> str:
@@ -212,9 +213,15 @@ class StateKey:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """The settings, with the digest of the projector, which determines the cells of images and audio."""
-        projector = {"mmproj": self.files.digest(Path(self._projector))} if self._projector else {}
-        return {**self._settings, **projector}
+        """The settings, with the digests of the projector, which determines the cells of images and audio, and of
+        control vectors."""
+        found = dict(self._settings)
+        if self._projector:
+            found["mmproj"] = self.files.digest(Path(self._projector))
+        if self._control_vectors:
+            vectors = [(self.files.digest(Path(path)), scale) for path, scale in self._control_vectors]
+            found["control_vectors"] = f"{vectors} {self._layers}"
+        return found
 
     @cached_property
     def _adapter_digests(self) -> list[str]:

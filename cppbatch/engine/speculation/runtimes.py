@@ -49,6 +49,10 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         kv_layout="unified",
         deterministic=False,  # drafts do not change the text
         lora=(),
+        control_vectors=(),
+        kv_overrides=(),
+        cache_type_k=config.draft_cache_type_k or config.cache_type_k,
+        cache_type_v=config.draft_cache_type_v or config.cache_type_v,
     )
 
 

@@ -180,7 +180,7 @@ async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> Prepar
     Raises `InvalidRequest`.
     """
     check_embeds_whole(serving.info)
-    return await prepare_vectors(body, serving, EmbeddingBuilder(body, serving.name))
+    return await prepare_vectors(body, serving, EmbeddingBuilder(body, serving))
 
 
 async def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: PoolingBuilder) -> PreparedRequest:
@@ -209,16 +209,16 @@ def check_embeds_whole(info: ModelInfo) -> None:
 class EmbeddingBuilder(PoolingBuilder):
     """Builds the response of `/v1/embeddings`."""
 
-    def __init__(self, body: EmbeddingRequest, model: str) -> None:
-        super().__init__("embd-", model, body)
-        self._dimensions = body.dimensions
+    def __init__(self, body: EmbeddingRequest, serving: Serving) -> None:
+        super().__init__("embd-", serving.name, body)
+        self._dimensions, self._norm = body.dimensions, serving.settings.embd_normalize
         self._as_base64 = body.encoding_format == "base64"
 
     def build(self, completions: list[list[GenerationEvent]]) -> EmbeddingResponse:
         """As in `ResponseBuilder`."""
         data = [
             Embedding(index=index, embedding=_base64(vector) if self._as_base64 else vector.tolist())
-            for index, vector in enumerate(normalise_vectors(self.vectors(), self._dimensions))
+            for index, vector in enumerate(normalise_vectors(self.vectors(), self._dimensions, self._norm))
         ]
         return EmbeddingResponse(data=data, model=self.model, usage=self.usage())
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,7 +23,7 @@ from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import UNLIMITED, SamplingParams, replace_fields
+from cppbatch.engine.params import GRAMMARS, UNLIMITED, SamplingParams, replace_fields
 from cppbatch.engine.request import GenerationRequest, MediaPrompt, TokenPiece, expand
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.llama import apply_builtin_template
@@ -38,6 +39,7 @@ from cppbatch.server.settings import ServerSettings
 log = logging.getLogger("cppbatch.server")
 
 Json = dict[str, Any]
+Given = TypeVar("Given")
 Prompt = str | list[int] | MediaPrompt
 
 _MAX_TOOLS = 1024  # OpenAI's API accepts 128
@@ -116,7 +118,7 @@ class Serving:
         info = self.info
         return _fingerprint(
             *(info.name, info.size_bytes, info.n_params, info.n_ctx, info.kv_layout, info.sampling),
-            *(info.not_repacked, self.template),
+            *(info.not_repacked, self.template, *sorted(info.changes.items())),
         )
 
     @property
@@ -212,7 +214,6 @@ class Serving:
                 log.warning("the chat template of %s does not render tools: %s", self.name, self.chat_forms)
         if len(turn.tools) > _MAX_TOOLS:
             raise InvalidRequest("tools", f"has {len(turn.tools):,} tools; the limit is {_MAX_TOOLS:,}")
-        limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
         messages = turn.messages
         if self.settings.system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.settings.system}, *messages]
@@ -220,8 +221,14 @@ class Serving:
             turn,
             messages=tools.media.load(messages),
             variables=self.settings.template_variables | turn.variables,
-            thinking_tokens=limit,
-            parse_special=self.settings.parse_special if turn.parse_special is None else turn.parse_special,
+            thinking_tokens=_given(turn.thinking_tokens, self.settings.thinking_tokens),
+            thinking_message=_given(turn.thinking_message, self.settings.thinking_message),
+            reads_reasoning=_given(turn.reads_reasoning, self.settings.reasoning_format != "none"),
+            reads_answer=turn.reads_answer and not self.settings.skip_chat_parsing,
+            continue_final_message=_given(
+                turn.continue_final_message, None if self.settings.prefill_assistant else False
+            ),
+            parse_special=_given(turn.parse_special, self.settings.parse_special),
         )
         with turn.client_names():
             return tools.format.prepare(turn)
@@ -261,7 +268,10 @@ class Serving:
         if required is None:
             schema = body.schema()
             required = {} if schema is None else {"json_schema": schema}
-        params = body.params(**self.default_params(max_tokens) | required)
+        defaults = self.default_params(max_tokens)
+        if body.constraint() or not required.keys().isdisjoint(GRAMMARS):  # in place of --grammar and --json-schema
+            defaults = {name: value for name, value in defaults.items() if name not in GRAMMARS}
+        params = body.params(**defaults | required)
         limit = self.limits.default_tokens(UNLIMITED)
         if params.max_tokens != UNLIMITED or limit == UNLIMITED:
             return params
@@ -274,11 +284,16 @@ class Serving:
         prompts: Sequence[Prompt],
         required: Json | None = None,
         max_tokens: int = UNLIMITED,
+        *,
+        texts: Sequence[str] | None = None,
     ) -> list[GenerationRequest]:
         """An engine request for each completion of each prompt, grouped by prompt. Their ids start with `name`.
 
-        `required`, `max_tokens`: as for `params`. Raises `InvalidRequest`, also if there are too many.
+        `required`, `max_tokens`: as for `params`. `texts`: of prompts that are token ids. Raises `InvalidRequest`, also
+        if there are too many.
         """
+        if self.settings.prompts_dir:
+            _write_prompts(self.settings.prompts_dir, texts or prompts)
         params = self.params(body, required, max_tokens)
         n = body.n_candidates
         if len(prompts) * n > _MAX_SEQUENCES:
@@ -336,6 +351,21 @@ class Serving:
 
 
 @lru_cache(64)
+def _given(of_request: Given, default: Given) -> Given:
+    return default if of_request is None else of_request
+
+
+def _write_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
+    """Writes each prompt to a file of its own, named by the time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, prompt in enumerate(prompts):
+            text = prompt if isinstance(prompt, str) else str(prompt)
+            (folder / f"{time.time_ns() // 1000:016}-{i}.txt").write_text(text, "utf-8", errors="backslashreplace")
+    except OSError as error:
+        log.warning("--log-prompts-dir %s cannot be written: %s", folder, error.strerror)
+
+
 def _fingerprint(*decisive: object) -> str:
     digest = sha256(repr((version("llama-cpp-python"), *decisive)).encode()).hexdigest()
     return f"b{__version__}-{digest[:8]}"

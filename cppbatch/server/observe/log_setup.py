@@ -8,10 +8,15 @@ import json
 import logging
 import re
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
+from cppbatch.errors import ConfigError
+
 LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
+LogLevel = Literal["debug", "info", "warning", "error", "off"]
+
+_OFF = logging.CRITICAL + 1
 
 access_log = logging.getLogger("cppbatch.access")
 
@@ -19,17 +24,31 @@ current_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request
 """The id of the current request."""
 
 
-def set_up(log_format: LogFormat, *, verbose: bool = False, level: LogLevel | None = None, access: bool = True) -> None:
+def set_up(
+    log_format: LogFormat,
+    *,
+    verbose: bool = False,
+    level: LogLevel | None = None,
+    access: bool = True,
+    file: Path | None = None,
+) -> None:
     """Logs requests, batch progress, starts and stops of workers and replicas, and warnings to stderr; with `verbose`,
     everything.
 
-    `level`: the minimum level of all lines, instead. `access`: whether to log requests.
+    `level`: the minimum level of all lines, instead; off: no lines. `access`: whether to log requests. `file`: gets the
+    lines too, at its end. Raises `ConfigError` if it cannot be written.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    handler.addFilter(_with_request_id)
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if file:
+        try:
+            handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--log-file {file} cannot be written: {error.strerror}") from error
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+        handler.addFilter(_with_request_id)
     general = "debug" if verbose else level or "warning"
-    logging.basicConfig(handlers=[handler], level=general.upper(), force=True)
+    logging.basicConfig(handlers=handlers, level=_OFF if general == "off" else general.upper(), force=True)
     shown = ("cppbatch.jobs", "cppbatch.flags", "cppbatch.scaling", "cppbatch.models", "cppbatch.ray")
     for logger in (access_log, *map(logging.getLogger, shown)):
         logger.setLevel("INFO" if level is None and not verbose else logging.NOTSET)

@@ -12,7 +12,14 @@ from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.cluster.engines.client import EngineClient
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
+from cppbatch.engine.request import (
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    MediaPrompt,
+    TokenPiece,
+    detokenize,
+)
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import LlamaResponse, LlamaResults, StreamTimings
 from cppbatch.server.answer.mixed_prompts import (
@@ -138,7 +145,8 @@ async def prepare_llama_completion(
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
         for_engine = [prompt.for_engine() for prompt in prompts]
-        requests = serving.engine_requests(body, new_id("llama-"), for_engine)
+        texts = [detokenize(prompt.tokens) for prompt in prompts if serving.settings.prompts_dir]
+        requests = serving.engine_requests(body, new_id("llama-"), for_engine, texts=texts)
     except InvalidRequest as error:
         raise error.with_field(field_names.get(error.field, error.field)) from error
     builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)
@@ -298,7 +306,8 @@ async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPie
     suffix = suffix[: max(n_left // 4, n_left - len(prefix))]
     prefix = _last(prefix, n_left - len(suffix))
     extra = _last(extra, n_left - len(suffix) - len(prefix))
-    return [*begin, *extra, *marks[0], *prefix, *prompt, *marks[1], *suffix, *marks[2]]
+    before, after = [*marks[0], *prefix, *prompt], [*marks[1], *suffix]
+    return [*begin, *extra, *([*after, *before] if serving.settings.spm_infill else [*before, *after]), *marks[2]]
 
 
 def _last(tokens: list[TokenPiece], n: int) -> list[TokenPiece]:

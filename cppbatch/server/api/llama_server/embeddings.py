@@ -6,15 +6,14 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.engine.embeddings import normalise_vectors
+from cppbatch.engine.embeddings import AS_COMPUTED, normalise_vectors
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.response import PreparedRequest, generation
 from cppbatch.server.api.pooling import EmbeddingRequest, PoolingBuilder, prepare_vectors
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.models.serving import Json, Serving
-
-_LENGTH_1, _AS_COMPUTED = 2, -1
+from cppbatch.server.settings import MOST_NORM
 
 routes = Routes()
 
@@ -26,7 +25,8 @@ class LlamaEmbeddingRequest(EmbeddingRequest, kw_only=True):
     content: str | list[Any] | Json | None = None
     """Another name for `input`."""
     embd_normalize: int | None = None
-    """2 (default): normalise vectors to length 1. -1 (default with pooling none): return them as computed."""
+    """2: normalise vectors to length 1. -1 (default with pooling none): return them as computed. 0: the largest number
+    is 32,760. 1, 3 ...: the norm of this order is 1. Default: --embd-normalize."""
 
 
 class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +44,10 @@ async def prepare_llama_embeddings(body: LlamaEmbeddingRequest, serving: Serving
 
     Raises `InvalidRequest`.
     """
-    if body.embd_normalize not in (None, _AS_COMPUTED, _LENGTH_1):
-        raise InvalidRequest("embd_normalize", f"is {body.embd_normalize}; it must be 2 (length 1) or -1 (as computed)")
+    if body.embd_normalize is not None and not AS_COMPUTED <= body.embd_normalize <= MOST_NORM:
+        raise InvalidRequest(
+            "embd_normalize", f"is {body.embd_normalize}; it must be from -1 (as computed) to {MOST_NORM}"
+        )
     if body.encoding_format == "base64":
         raise InvalidRequest(
             "encoding_format", "is base64, which is only supported by /v1/embeddings; use that path, or leave it out"
@@ -61,17 +63,15 @@ class LlamaEmbeddingBuilder(PoolingBuilder):
     def __init__(self, body: LlamaEmbeddingRequest, serving: Serving) -> None:
         super().__init__("embd-", serving.name, body)
         self._body = body
-        self._info = serving.info
+        self._info, self._default = serving.info, serving.settings.embd_normalize
 
     def build(self, completions: list[list[GenerationEvent]]) -> list[LlamaEmbedding]:
         """As in `ResponseBuilder`."""
-        default = _AS_COMPUTED if self._info.pooling == "none" else _LENGTH_1
-        as_computed = (self._body.embd_normalize or default) == _AS_COMPUTED
+        default = AS_COMPUTED if self._info.pooling == "none" else self._default
+        norm = default if self._body.embd_normalize is None else self._body.embd_normalize
         n = self._body.dimensions
         each = [row.reshape(-1, self._info.n_embd) for row in self.rows()]
         return [
-            LlamaEmbedding(
-                index=i, embedding=(vectors[:, :n] if as_computed else normalise_vectors(vectors, n)).tolist()
-            )
+            LlamaEmbedding(index=i, embedding=normalise_vectors(vectors, n, norm).tolist())
             for i, vectors in enumerate(each)
         ]

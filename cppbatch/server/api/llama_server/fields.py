@@ -18,6 +18,8 @@ Json = dict[str, Any]
 _SAMPLERS = {spelling: name for name, others in SAMPLER_SPELLINGS.items() for spelling in (name, *others.split())}
 _IGNORED_SAMPLERS = ("i", "infill", "a", "adaptive_p", "adaptivep")
 """Ignored: infill is not implemented, and `adaptive_target` alone enables the adaptive sampler."""
+SAMPLER_NAMES = frozenset((*_SAMPLERS, *_IGNORED_SAMPLERS))
+"""All spellings of samplers, of which some are a single letter."""
 
 _MAX_RESPONSE_FIELDS, _MAX_RESPONSE_FIELD_LENGTH = 100, 256
 _MAX_BIAS_TEXTS = 1000  # in logit_bias; each is tokenised

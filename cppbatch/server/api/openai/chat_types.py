@@ -80,6 +80,11 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     """llama-server's name for `thinking_budget`."""
     reasoning_budget_tokens: int | None = None
     """llama-server's newer name for `thinking_budget`."""
+    reasoning_budget_message: str | None = None
+    """llama-server's: text before the end of reasoning that has used up its tokens. Default:
+    --reasoning-budget-message."""
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    """llama-server's: none leaves reasoning in the content. Default: --reasoning-format."""
     chat_template_kwargs: Json | None = None
     """Additional chat template variables, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
@@ -116,6 +121,8 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
                 reasoning_budget_tokens=self.reasoning_budget_tokens,
                 thinking_budget_tokens=self.thinking_budget_tokens,
             ),
+            thinking_message=self.reasoning_budget_message,
+            reads_reasoning=None if self.reasoning_format is None else self.reasoning_format != "none",
             continue_final_message=self._continues_message(),
             add_generation_prompt=self.add_generation_prompt is not False,
             parse_special=self.parse_special,
