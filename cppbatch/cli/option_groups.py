@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -82,8 +82,9 @@ class GroupedCommand(click.Command):
             if isinstance(each, click.Option)
             for name in (*each.opts, *each.secondary_opts)
         }
-        words, named = iter(args), list[str]()
-        for word in words:
+        words, named = deque(args), list[str]()
+        while words:
+            word = words.popleft()
             is_value = not word.startswith("-") or word == "-"
             if is_value and self._hint:
                 raise click.UsageError(self._hint, ctx)
@@ -96,7 +97,9 @@ class GroupedCommand(click.Command):
                 break
             takes_value = option and not (option.is_flag or equals)
             if takes_value or (not option and _ends_with_option(word, options)):
-                named += itertools.islice(words, option.nargs if option else 1)
+                has_none = getattr(option, "_flag_needs_value", False) and words and words[0].startswith("-")
+                for _ in range(0 if has_none else min(len(words), option.nargs if option else 1)):
+                    named.append(words.popleft())
             elif not option and _LETTERS.match(word) and not _may_be_split(word, options):
                 close = difflib.get_close_matches(name, options)  # older versions of click list all they get
                 raise click.NoSuchOption(name, possibilities=close, ctx=ctx)
