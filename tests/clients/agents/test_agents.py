@@ -17,11 +17,12 @@ from tests.support.llama_cpp_source import chat_templates
 
 TEMPLATES = ["Qwen3-Coder", "Qwen-Qwen2.5-7B-Instruct", "openai-gpt-oss-120b"]
 ROWS = {
-    name: (version, requests, refused, finished)
-    for name, version, requests, refused, finished in re.findall(
-        r"^\| (.+?) \| ([\d.]+) \| .+? \| (\d+) \| (\d+) \| (\w+) \|", PAGE, re.MULTILINE
+    name: ((version, requests, refused, finished), int(first.replace(",", "")))
+    for name, version, requests, refused, finished, first in re.findall(
+        r"^\| (.+?) \| ([\d.]+) \| .+? \| (\d+) \| (\d+) \| (\w+) \| ([\d,]+) \|$", PAGE, re.MULTILINE
     )
 }
+"""The table of docs/agents.md: what `Result.row` is, and the tokens of the first prompt with the first template."""
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -40,7 +41,7 @@ def path() -> str:
 
 def test_the_page_has_the_commands_and_the_version_of_each_agent() -> None:
     assert list(BLOCKS) == [agent.package for agent in AGENTS]
-    assert {name: row[0] for name, row in ROWS.items()} == {each.name: versions()[each.package] for each in AGENTS}
+    assert {name: row[0] for name, (row, _) in ROWS.items()} == {each.name: versions()[each.package] for each in AGENTS}
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
@@ -58,8 +59,9 @@ def test_an_agent_repairs_a_file_and_runs_its_test(
     refused = [each for each in recording.requests if each.refused]
     finished = done.returncode == 0 and tested.returncode == 0
     n_first = max((turn.n_prompt_tokens for turn in recording.turns[:2]), default=0)
+    template = str(request.node.callspec.params["model"])
     result = Result(agent.name, versions()[agent.package], len(recording.requests), len(refused), finished, n_first)
-    request.config.stash[RESULTS].append((str(request.node.callspec.params["model"]), result))
+    request.config.stash[RESULTS].append((template, result))
 
     said = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert recording.errors == []
@@ -68,4 +70,7 @@ def test_an_agent_repairs_a_file_and_runs_its_test(
     assert [turn.said for turn in recording.turns if turn.said in recording.moves] == recording.moves
     for turn in recording.turns:
         assert turn.n_written == turn.n_tokens, f"the grammar forbids {turn.text!r} after {turn.n_written} tokens"
-    assert ROWS[agent.name] == result.row
+    row, first = ROWS[agent.name]
+    assert row == result.row
+    if template == TEMPLATES[0]:
+        assert n_first == pytest.approx(first, rel=0.05)
