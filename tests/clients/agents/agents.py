@@ -6,6 +6,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clients_environment import environment, node_commands
 
@@ -39,12 +40,12 @@ class Agent:
         return [_in_folder(move, folder) for move in self.moves]
 
 
-def _in_folder(move: Move, folder: Path) -> Move:
-    if isinstance(move, str):
-        return move
-    name, arguments = move
-    return name, {key: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
-                  for key, value in arguments.items()}  # fmt: skip
+def _in_folder(value: Any, folder: Path) -> Any:
+    if isinstance(value, str):
+        return value.replace("{folder}", str(folder))
+    if isinstance(value, dict):
+        return {key: _in_folder(each, folder) for key, each in value.items()}
+    return type(value)(_in_folder(each, folder) for each in value) if isinstance(value, (list, tuple)) else value
 
 
 _PATCH = """apply_patch <<'END'
@@ -67,9 +68,9 @@ maths.py
 >>>>>>> REPLACE
 ```"""
 _OPENCODE: tuple[Move, ...] = (
-    ("read", {"filePath": "{folder}/maths.py"}),
-    ("edit", {"filePath": "{folder}/maths.py", "oldString": "a - b", "newString": "a + b"}),
-    ("bash", {"command": TEST, "description": "Run the test"}),
+    [("read", {"filePath": "{folder}/maths.py"}), ("read", {"filePath": "{folder}/test_maths.py"})],
+    [("edit", {"filePath": "{folder}/maths.py", "oldString": "a - b", "newString": "a + b"})],
+    [("bash", {"command": TEST, "description": "Run the test"})],
     DONE,
 )
 
@@ -78,9 +79,9 @@ AGENTS = [
         "Codex",
         "@openai/codex",
         (
-            ("exec_command", {"cmd": "cat maths.py test_maths.py"}),
-            ("exec_command", {"cmd": _PATCH}),
-            ("exec_command", {"cmd": TEST}),
+            [("exec_command", {"cmd": "cat maths.py"}), ("exec_command", {"cmd": "cat test_maths.py"})],
+            [("exec_command", {"cmd": _PATCH})],
+            [("exec_command", {"cmd": TEST})],
             DONE,
         ),
     ),
@@ -88,9 +89,9 @@ AGENTS = [
         "Claude Code",
         "@anthropic-ai/claude-code",
         (
-            ("Read", {"file_path": "{folder}/maths.py"}),
-            ("Edit", {"file_path": "{folder}/maths.py", "old_string": "a - b", "new_string": "a + b"}),
-            ("Bash", {"command": TEST, "description": "Run the test"}),
+            [("Read", {"file_path": "{folder}/maths.py"}), ("Read", {"file_path": "{folder}/test_maths.py"})],
+            [("Edit", {"file_path": "{folder}/maths.py", "old_string": "a - b", "new_string": "a + b"})],
+            [("Bash", {"command": TEST, "description": "Run the test"})],
             DONE,
         ),
     ),
@@ -98,9 +99,9 @@ AGENTS = [
         "Qwen Code",
         "@qwen-code/qwen-code",
         (
-            ("read_file", {"file_path": "{folder}/maths.py"}),
-            ("edit", {"file_path": "{folder}/maths.py", "old_string": "a - b", "new_string": "a + b"}),
-            ("run_shell_command", {"command": TEST, "is_background": False}),
+            [("read_file", {"file_path": "{folder}/maths.py"}), ("read_file", {"file_path": "{folder}/test_maths.py"})],
+            [("edit", {"file_path": "{folder}/maths.py", "old_string": "a - b", "new_string": "a + b"})],
+            [("run_shell_command", {"command": TEST, "is_background": False})],
             DONE,
         ),
     ),
@@ -110,9 +111,9 @@ AGENTS = [
         "Cline",
         "cline",
         (
-            ("read_files", {"files": [{"path": "maths.py"}]}),
-            ("editor", {"path": "{folder}/maths.py", "old_text": "a - b", "new_text": "a + b"}),
-            ("run_commands", {"commands": [TEST]}),
+            [("read_files", {"files": [{"path": "maths.py"}]}), ("run_commands", {"commands": ["cat test_maths.py"]})],
+            [("editor", {"path": "{folder}/maths.py", "old_text": "a - b", "new_text": "a + b"})],
+            [("run_commands", {"commands": [TEST]})],
             DONE,
         ),
     ),
@@ -120,12 +121,14 @@ AGENTS = [
         "Continue",
         "@continuedev/cli",
         (
-            ("Read", {"filepath": "maths.py"}),
-            (
-                "MultiEdit",
-                {"file_path": "{folder}/maths.py", "edits": [{"old_string": "a - b", "new_string": "a + b"}]},
-            ),
-            ("Bash", {"command": TEST}),
+            [("Read", {"filepath": "maths.py"}), ("Read", {"filepath": "test_maths.py"})],
+            [
+                (
+                    "MultiEdit",
+                    {"file_path": "{folder}/maths.py", "edits": [{"old_string": "a - b", "new_string": "a + b"}]},
+                )
+            ],
+            [("Bash", {"command": TEST})],
             DONE,
         ),
     ),
@@ -133,9 +136,9 @@ AGENTS = [
         "pi",
         "@earendil-works/pi-coding-agent",
         (
-            ("read", {"path": "maths.py"}),
-            ("edit", {"path": "maths.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}),
-            ("bash", {"command": TEST}),
+            [("read", {"path": "maths.py"}), ("read", {"path": "test_maths.py"})],
+            [("edit", {"path": "maths.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]})],
+            [("bash", {"command": TEST})],
             DONE,
         ),
     ),
@@ -144,10 +147,10 @@ AGENTS = [
         "mini-swe-agent",
         "mini-swe-agent",
         (
-            ("bash", {"command": "cat maths.py test_maths.py"}),
-            ("bash", {"command": "sed -i 's/a - b/a + b/' maths.py"}),
-            ("bash", {"command": TEST}),
-            ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+            [("bash", {"command": "cat maths.py"}), ("bash", {"command": "cat test_maths.py"})],
+            [("bash", {"command": "sed -i 's/a - b/a + b/' maths.py"})],
+            [("bash", {"command": TEST})],
+            [("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})],
         ),
     ),
 ]

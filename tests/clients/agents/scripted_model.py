@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from tests.support.app_thread import AppThread
 from tests.templates.round_trip import AsTheyAre, Said, completion
 
 Json = dict[str, Any]
-Move = tuple[str, Json] | str
-"""A tool with its arguments, or text."""
+Move = list[tuple[str, Json]] | str
+"""A message of the model: tools with their arguments, or text."""
+THOUGHT = "The sum looks like a difference."
+"""What the model thinks before each message, if its template has thoughts."""
 
 N_CTX = 1 << 17
 _TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -112,7 +114,7 @@ class ScriptedModel(AppThread):
         app = create_app(engine)
         app.on_response_prepare.append(self._add_request)
         chat = engine.chat_formats.get()
-        chat.prepare = self._scripted(chat.prepare)  # type: ignore[method-assign]
+        chat.prepare = self._scripted(chat.prepare)  # type: ignore[method-assign, assignment]
         return app
 
     async def _add_request(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -137,17 +139,18 @@ class ScriptedModel(AppThread):
     def _next(self, turn: ChatTurn) -> Move:
         """The move after those that the conversation has."""
         moves = self.recording.moves
-        if not turn.tools and any(isinstance(move, tuple) for move in moves):
+        if not turn.tools and any(isinstance(move, list) for move in moves):
             return "Fix the sum"  # a title
         said = [message for message in turn.messages if message["role"] == "assistant"]
-        done = sum(len(message.get("tool_calls") or ()) for message in said) if turn.tools else len(said)
+        done = sum(bool(message.get("tool_calls")) for message in said) if turn.tools else len(said)
         return moves[min(done, len(moves) - 1)]
 
     def _written(self, move: Move, tools: list[Json]) -> str:
         """The move as the model writes it."""
-        if isinstance(move, str):
-            return move
-        found = completion(self._form, Said((move,)), tools)
+        whole = Said(text=move) if isinstance(move, str) else Said(tuple(move))
+        first = replace(whole, calls=whole.calls[:1])  # all that some templates write in a message
+        said = (replace(each, thought=thought) for each in (whole, first) for thought in (THOUGHT, ""))
+        found = next(filter(None, (completion(self._form, each, tools) for each in said)), None)
         assert found, f"the template does not write {move}"
         return found[1].strip()
 
