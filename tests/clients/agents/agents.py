@@ -89,6 +89,7 @@ AGENTS = [
         "Claude Code",
         "@anthropic-ai/claude-code",
         (
+            [("ToolSearch", {"query": "select:WebFetch"})],
             [("Read", {"file_path": "{folder}/maths.py"}), ("Read", {"file_path": "{folder}/test_maths.py"})],
             [("Edit", {"file_path": "{folder}/maths.py", "old_string": "a - b", "new_string": "a + b"})],
             [("Bash", {"command": TEST, "description": "Run the test"})],
