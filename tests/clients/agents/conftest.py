@@ -19,9 +19,9 @@ class Result(NamedTuple):
     """Tokens of the first prompt, in the default model's vocabulary."""
 
     @property
-    def row(self) -> tuple[str, str, str, str]:
-        """As in docs/agents.md, after the agent's name."""
-        return self.version, str(self.n_requests), str(self.n_refused), "yes" if self.finished else "no"
+    def row(self) -> tuple[str, str, str]:
+        """As in docs/agents.md: the version, refused requests, whether it finished."""
+        return self.version, str(self.n_refused), "yes" if self.finished else "no"
 
 
 RESULTS = pytest.StashKey[list[tuple[str, Result]]]()
@@ -32,9 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    lines = [("template", "agent", "version", "requests", "refused", "finished", "first prompt")]
+    lines = [("template", "agent", "version", "refused", "finished", "requests", "first prompt")]
     for template, result in config.stash[RESULTS]:
-        lines.append((template, result.agent, *result.row, f"{result.n_first:,}"))
+        lines.append((template, result.agent, *result.row, str(result.n_requests), f"{result.n_first:,}"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         terminalreporter.write_line(

@@ -19,12 +19,12 @@ TEMPLATES = ["Qwen3-Coder", "Qwen-Qwen2.5-7B-Instruct", "openai-gpt-oss-120b"]
 WITH_EACH = ["Codex", "Claude Code", "opencode", "pi"]
 """Agents that run with each template, at least one for each API; the others run with the first."""
 ROWS = {
-    name: ((version, requests, refused, finished), int(first.replace(",", "")))
+    name: ((version, refused, finished), int(requests), int(first.replace(",", "")))
     for name, version, requests, refused, finished, first in re.findall(
         r"^\| (.+?) \| ([\d.]+) \| .+? \| (\d+) \| (\d+) \| (\w+) \| ([\d,]+) \|$", PAGE, re.MULTILINE
     )
 }
-"""The table of docs/agents.md: what `Result.row` is, and the tokens of the first prompt with the first template."""
+"""The table of docs/agents.md: what `Result.row` is, the requests, the tokens of the first prompt with TEMPLATES[0]."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def path() -> str:
 
 def test_the_page_has_the_commands_and_the_version_of_each_agent() -> None:
     assert list(BLOCKS) == [agent.package for agent in AGENTS]
-    assert {name: row[0] for name, (row, _) in ROWS.items()} == {each.name: versions()[each.package] for each in AGENTS}
+    assert {name: row[0] for name, (row, _, _) in ROWS.items()} == {
+        each.name: versions()[each.package] for each in AGENTS
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,8 @@ def test_an_agent_repairs_a_file_and_runs_its_test(
     assert [turn.said for turn in recording.turns if turn.said in recording.moves] == recording.moves
     for turn in recording.turns:
         assert turn.n_written == turn.n_tokens, f"the grammar forbids {turn.text!r} after {turn.n_written} tokens"
-    row, first = ROWS[agent.name]
+    row, n_requests, first = ROWS[agent.name]
     assert row == result.row
+    assert abs(n_requests - result.n_requests) <= 1  # Kilo may end before it asks for a title
     if template == TEMPLATES[0]:
         assert n_first == pytest.approx(first, rel=0.05)
