@@ -80,6 +80,7 @@ AGENTS = [
         "@openai/codex",
         (
             [("exec_command", {"cmd": "cat maths.py"}), ("exec_command", {"cmd": "cat test_maths.py"})],
+            [("view_image", {"path": "{folder}/plot.png"})],
             [("exec_command", {"cmd": _PATCH})],
             [("exec_command", {"cmd": TEST})],
             DONE,
@@ -91,6 +92,7 @@ AGENTS = [
         (
             [("ToolSearch", {"query": "select:WebFetch"})],
             [("Read", {"file_path": "{folder}/maths.py"}), ("Read", {"file_path": "{folder}/test_maths.py"})],
+            [("Read", {"file_path": "{folder}/plot.png"})],
             [("Edit", {"file_path": "{folder}/maths.py", "old_string": "a - b", "new_string": "a + b"})],
             [("Bash", {"command": TEST, "description": "Run the test"})],
             DONE,

@@ -14,6 +14,7 @@ from tests.clients.agents.agents import AGENTS, BLOCKS, PAGE, Agent, commands, r
 from tests.clients.agents.conftest import RESULTS, Result
 from tests.clients.agents.scripted_model import ScriptedModel
 from tests.support.llama_cpp_source import chat_templates
+from tests.support.media_samples import RED
 
 TEMPLATES = ["Qwen3-Coder", "Qwen-Qwen2.5-7B-Instruct", "openai-gpt-oss-120b"]
 WITH_EACH = ["Codex", "Claude Code", "opencode", "pi"]
@@ -62,6 +63,7 @@ def test_an_agent_repairs_a_file_and_runs_its_test(
     folder.mkdir()
     (folder / "maths.py").write_text("def add(a, b):\n    return a - b\n")
     (folder / "test_maths.py").write_text("from maths import add\n\nassert add(2, 3) == 5\nprint('1 test passed')\n")
+    (folder / "plot.png").write_bytes(RED)
     recording = model.record(agent.moves_in(folder))
     done = run(agent, model.url, folder, path)
 
