@@ -70,7 +70,8 @@ def test_an_agent_repairs_a_file_and_runs_its_test(
     tested = subprocess.run([sys.executable, "test_maths.py"], cwd=folder, capture_output=True, check=False)
     refused = [each for each in recording.requests if each.refused]
     finished = done.returncode == 0 and tested.returncode == 0
-    n_first = max((turn.n_prompt_tokens for turn in recording.turns[:2]), default=0)
+    with_tools = [turn for turn in recording.turns if turn.tools]  # not a title
+    n_first = next((turn.n_prompt_tokens for turn in with_tools or recording.turns), 0)
     result = Result(agent.name, versions()[agent.package], len(recording.requests), len(refused), finished, n_first)
     request.config.stash[RESULTS].append((template, result))
 
