@@ -117,6 +117,24 @@ def with_media(messages: list[Json], loaded: list[Any]) -> list[Json]:
     ]
 
 
+def without_unreadable_results(messages: list[Json], readable: Collection[str]) -> list[Json]:
+    """The conversation with a note in place of media that tools returned, except of these kinds. The model called the
+    tool, so it gets to know; a refusal would end an agent's session, whose later requests all contain the result."""
+    takes = " and ".join([*readable, "text"])
+
+    def note(part: Json) -> Json:
+        if part["type"] != _MEDIA or part["media"].kind in readable:
+            return part
+        return {"type": "text", "text": f"[{part['media'].kind} omitted: this model accepts only {takes} input]"}
+
+    return [
+        {**message, "content": [note(part) for part in message["content"]]}
+        if message["role"] == "tool" and isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
 class PlainText(msgspec.Struct, frozen=True, tag=True):
     """A part of a prompt in which the texts of control tokens, such as `<|im_end|>`, are plain text."""
 

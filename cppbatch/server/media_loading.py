@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from cppbatch.chat.messages import MediaSource, media_of, with_media
+from cppbatch.chat.messages import MediaSource, media_of, with_media, without_unreadable_results
 from cppbatch.engine.media.sources import check_media, decode_media, is_remote, refuse_unreadable
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt, Prompt
@@ -42,17 +42,20 @@ class MediaLoader:
     async def fetch(self, conversations: Iterable[list[Json]]) -> None:
         """Fetches media from other hosts, unless they are refused unread. Raises the same errors as `load`."""
         remote: dict[str, MediaSource] = {}
-        for messages in conversations:
+        for given in conversations:
+            messages = without_unreadable_results(given, self._info.modalities)
             with contextlib.suppress(InvalidRequest):
                 remote |= {each.url: each for each in self._sources(messages) if is_remote(each) and not _is_file(each)}
         at_once = asyncio.Semaphore(_FETCHED_AT_ONCE)
         await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
 
     def load(self, messages: list[Json]) -> list[Json]:
-        """The conversation with its media loaded, which takes time. Media on other hosts must be fetched first.
+        """The conversation with its media loaded, which takes time. Media on other hosts must be fetched first. Results
+        of tools that the model cannot read are replaced by a note.
 
         Raises `InvalidRequest`.
         """
+        messages = without_unreadable_results(messages, self._info.modalities)
         sources = self._sources(messages)
         if not sources:
             return messages

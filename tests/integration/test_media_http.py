@@ -130,6 +130,45 @@ async def test_every_api_gives_the_same_text_for_the_same_image(seeing: Http) ->
     assert verbose["__verbose"]["content"] == text
 
 
+RESULTS: dict[str, Json] = {  # of a call, as each API has them: an image
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+            ]},
+            {"role": "tool", "tool_call_id": "c", "content": [picture()]},
+        ]
+    },
+    "/v1/messages": {
+        "messages": [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "see", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": as_base64(RED)}}
+            ]}]},
+        ]
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": "Look."},
+            {"type": "function_call", "call_id": "c", "name": "see", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [
+                {"type": "input_image", "image_url": as_url(RED)}
+            ]},
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RESULTS)
+async def test_an_agent_whose_tool_returned_an_image_continues_with_a_model_without_a_projector(
+    http: Http, path: str
+) -> None:
+    limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 4}
+    await answered(http, path, {**RESULTS[path], **limit})
+
+
 async def test_the_tokens_of_an_image_are_counted_before_they_are_computed(seeing: Http) -> None:
     block = {"type": "image", "source": {"type": "url", "url": as_url(BLUE)}}
     counts = [

@@ -291,6 +291,10 @@ UNREADABLE = {
     "a document": ([{"role": "user", "content": [{"type": "document"}]}], "messages[0].content[0]"),
     "a document that a tool gave": ([{"role": "user", "content": [NEITHER]}], "messages[0].content[0].content[0]"),
     "a call by the user": ([{"role": "user", "content": [{"type": "tool_use"}]}], "messages[0].content[0]"),
+    "a reference to no tool": (
+        [{"role": "user", "content": [{**NEITHER, "content": [{"type": "tool_reference"}]}]}],
+        "messages[0].content[0].content[0].tool_name",
+    ),
     "a text without text": ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     "a call without a name": (
         [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "input": {}}]}],
@@ -305,6 +309,24 @@ def test_content_that_is_not_text_is_refused_with_its_place(messages: list[Json]
     with pytest.raises(InvalidRequest) as refused:
         read(messages)
     assert refused.value.field == field
+
+
+def test_a_deferred_tool_comes_last_once_a_result_refers_to_it() -> None:
+    deferred = [{"name": name, "input_schema": {"type": "object"}, "defer_loading": True} for name in ("date", "zone")]
+    body = {**HELLO, "tools": [*deferred, WEATHER, TIME]}
+    turn = message_turn(msgspec.convert(body, MessagesRequest))
+    assert [tool["function"]["name"] for tool in turn.tools] == ["weather", "time"]
+
+    references = [{"type": "tool_reference", "tool_name": name} for name in ("zone", "date", "zone", "gone")]
+    for n, names in ((1, ["zone"]), (4, ["zone", "date"])):
+        result = {"type": "tool_result", "tool_use_id": "t", "content": references[:n]}
+        turn = message_turn(
+            msgspec.convert({**body, "messages": [{"role": "user", "content": [result]}]}, MessagesRequest)
+        )
+        assert [tool["function"]["name"] for tool in turn.tools] == ["weather", "time", *names]
+        assert turn.messages[0]["content"].startswith("The tool zone can be called from now on.")
+        assert turn.client_name("tools[0].function.parameters") == "tools[2].input_schema"
+        assert turn.client_name("tools[2].function.name") == "tools[1].name"
 
 
 CHOICES = {

@@ -293,6 +293,21 @@ async def test_a_model_without_a_projector_refuses_before_anything_is_fetched_or
     assert asked == []
 
 
+async def test_a_tools_image_that_the_model_cannot_read_becomes_a_note_and_others_are_loaded() -> None:
+    user, tool = message(as_url(RED))[0], {**message("http://127.0.0.1:9/image")[0], "role": "tool"}
+    loader = MediaLoader(ServerSettings(), info())
+    await loader.fetch([[tool]])
+    note = {"type": "text", "text": "[image omitted: this model accepts only text input]"}
+    assert loader.load([tool]) == [{"role": "tool", "content": [note]}]
+    with pytest.raises(InvalidRequest, match="without a projector"):
+        loader.load([tool, user])
+
+    hears = MediaLoader(ServerSettings(), info("audio"))
+    (answer,) = hears.load([{**message(as_url(TONE), kind="audio")[0], "role": "tool"}])
+    assert answer["content"][0]["media"] == Media("audio", TONE)
+    assert "accepts only audio and text input" in hears.load([tool])[0]["content"][0]["text"]
+
+
 async def test_number_and_bytes_of_a_request_are_bounded() -> None:
     settings = ServerSettings(limits=Limits(max_media=2, max_media_mb=1))
     assert len(await load(settings, message(as_url(RED), as_url(RED)))) == 2

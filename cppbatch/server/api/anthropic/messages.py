@@ -241,6 +241,7 @@ def _to_sse(event: StreamEvent) -> ServerSentEvent:
 
 _TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
 _TEXT_AND_IMAGES = {**_TEXT, "image": ("source",)}
+_RESULT = {**_TEXT_AND_IMAGES, "tool_reference": ("tool_name",)}
 _BLOCKS = {
     "system": _TEXT,
     "user": {**_TEXT_AND_IMAGES, "tool_result": ("tool_use_id",)},
@@ -326,7 +327,7 @@ def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tupl
             if getattr(block, name) is None:
                 raise InvalidRequest(f"{field}[{i}].{name}", "is required")
         if block.type == "tool_result":
-            _blocks(f"{field}[{i}].content", block.content or [], _TEXT_AND_IMAGES)
+            _blocks(f"{field}[{i}].content", block.content or [], _RESULT)
     return [_Named(f"{field}[{i}]", block) for i, block in enumerate(content)]
 
 
@@ -339,11 +340,19 @@ def _others(role: str, blocks: list[_Named]) -> list[Json]:
 
 def _tool_result(named: _Named) -> Json:
     block = named.block
-    content = _content(_blocks(f"{named.field}.content", block.content or [], _TEXT_AND_IMAGES))
+    parts = _blocks(f"{named.field}.content", block.content or [], _RESULT)
+    content = _content([each._replace(block=_as_text(each.block)) for each in parts])
     if block.is_error:  # OpenAI's messages have no error field
         is_text = isinstance(content, str)
         content = f"Error: {content}" if is_text else [{"type": "text", "text": "Error: "}, *content]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _as_text(block: RequestBlock) -> RequestBlock:
+    """For a reference to a tool, a text; other blocks unchanged."""
+    if block.type != "tool_reference":
+        return block
+    return RequestBlock(type="text", text=f"The tool {block.tool_name} can be called from now on.")
 
 
 def _assistant(named: list[_Named]) -> list[Json]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -58,6 +59,8 @@ class RequestBlock(msgspec.Struct):
     is_error: bool | None = None
     source: ImageSource | None = None
     """The source of an image."""
+    tool_name: str | None = None
+    """For a `tool_reference` in the result of a tool call: a deferred tool that may be called from then on."""
 
 
 class RequestMessage(msgspec.Struct):
@@ -77,6 +80,8 @@ class MessagesTool(msgspec.Struct):
     description: str | None = None
     input_schema: Json | None = None
     """The JSON schema of its arguments."""
+    defer_loading: bool | None = None
+    """True: the model gets it only after a `tool_reference`."""
 
 
 class MessagesToolChoice(msgspec.Struct):
@@ -170,13 +175,27 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
                 raise InvalidRequest(f"context_management.edits[{i}]", message)
 
     def functions(self) -> dict[str, Json]:
-        """The tools as OpenAI's objects, by their fields. Raises `InvalidRequest`."""
-        tools = {f"tools[{i}]": tool for i, tool in enumerate(self.tools or [])}
-        return {field: _function(field, tool) for field, tool in tools.items() if tool.type in _CUSTOM}
+        """{field: the tool as OpenAI's object}, for the tools that the model gets. Raises `InvalidRequest`.
+
+        Deferred tools come last, in the order in which results refer to them: the start of the prompt stays the same.
+        """
+        given = {f"tools[{i}]": tool for i, tool in enumerate(self.tools or []) if tool.type in _CUSTOM}
+        functions = {field: _function(field, tool) for field, tool in given.items()}
+        deferred = {tool.name: field for field, tool in given.items() if tool.defer_loading}
+        found = [deferred[name] for name in self._referenced_tools() if name in deferred]
+        fields = [field for field, tool in given.items() if not tool.defer_loading]
+        return {field: functions[field] for field in (*fields, *found)}
 
     def left_out(self) -> tuple[str, ...]:
-        """The fields of the tools that are not used."""
+        """The fields of the tools that are not used, whatever the conversation."""
         return tuple(f"tools[{i}]" for i, tool in enumerate(self.tools or []) if tool.type not in _CUSTOM)
+
+    def _referenced_tools(self) -> Iterator[str]:
+        for message in self.messages:
+            for block in message.content if isinstance(message.content, list) else []:
+                for part in block.content if isinstance(block.content, list) else []:
+                    if part.type == "tool_reference" and part.tool_name:
+                        yield part.tool_name
 
     def choice(self) -> ToolChoice:
         """`tool_choice`. Raises `InvalidRequest`."""
