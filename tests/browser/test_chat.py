@@ -763,50 +763,6 @@ def test_the_speed_is_shown_while_an_answer_streams(chat: Page) -> None:
     chat.get_by_role("button", name="Stop").click()
 
 
-DRAW = """async ([text, streaming]) => {
-  const {html, render} = await import('./page/components.js');
-  const {Markdown} = await import('./page/markdown.js');
-  window.box ??= document.body.appendChild(Object.assign(document.createElement('div'), {id: 'drawn'}));
-  render(html`<${Markdown} text=${text} streaming=${streaming} />`, window.box);
-}"""
-
-
-def test_code_has_its_colours_while_it_streams_line_by_line(chat: Page) -> None:
-    text = "```py\ndef add(a, b):\n    return a + b\n\nclass Half"
-    chat.evaluate(DRAW, [text, True])
-    code = chat.locator("#drawn code")
-    expect(code.locator(".code-kwd")).to_have_text(["def", "return"])  # not yet the line that is being written
-    assert code.inner_text().endswith("class Half")
-    chat.evaluate(DRAW, [text + ":\n    pass\n", True])
-    expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class"])
-    chat.evaluate(DRAW, [text + ":\n    pass\n\nimport x\n```\n\nDone.", False])
-    expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class", "pass", "import"])
-
-
-def test_formulas_are_mathml_and_prices_are_text(chat: Page) -> None:
-    text = (
-        "The roots are $x_{1,2} = \\frac{-b \\pm \\sqrt{b^2 - 4ac}}{2a}$, between $5 and $6, and "
-        "\\(\\alpha\\) is unknown.\n\n"
-        "$$\n\\sum_{i=1}^{n} i = \\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix} \\foo\n$$\n\n`$code$` $a<b$"
-    )
-    chat.evaluate(DRAW, [text, False])
-    drawn = chat.locator("#drawn")
-    expect(drawn.locator("math")).to_have_count(4)
-    shape = "(all) => all.map((one) => one.localName)"
-    first = drawn.locator("math").first
-    assert first.locator("mfrac, msqrt, msub, msup").evaluate_all(shape) == ["msub", "mfrac", "msqrt", "msup"]
-    assert first.evaluate("(one) => one.namespaceURI") == "http://www.w3.org/1998/Math/MathML"
-    block = drawn.locator("math[display=block]")
-    assert block.locator("munderover").count() == 1
-    assert block.locator("mtr").count() == 2
-    expect(block.locator("mtext")).to_have_text("\\foo")  # unknown elements are shown as written
-    expect(drawn).to_contain_text("between $5 and $6, and")
-    expect(drawn.locator("code")).to_have_text("$code$")
-    nested = "$" + "\\sqrt{" * 60 + "x" + "}" * 60 + "$"
-    chat.evaluate(DRAW, [nested, False])
-    assert drawn.locator("msqrt").count() < 25
-
-
 def test_a_conversation_has_an_address(chat: Page, url: str) -> None:
     answer_with(chat, "One.")
     ask(chat, "First")
