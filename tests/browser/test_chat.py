@@ -672,8 +672,75 @@ def test_a_conversation_that_is_too_long_for_the_context_says_so(
     open_tab(page, f"{server.url}/")
     wait_ready(page)
     send(page, "many words " * 300)
-    expect(page.get_by_role("alert")).to_contain_text("The conversation does not fit into the model’s context")
-    expect(page.get_by_role("alert")).to_contain_text("start a new conversation")
+    alert = page.get_by_role("alert")
+    expect(alert).to_contain_text(re.compile(r"does not fit into the model’s context \([\d,]+ of 512 tokens\): delete"))
+    expect(alert.get_by_text("maximum context length")).to_be_hidden()
+    alert.get_by_text("What the server says").click()
+    expect(alert.get_by_text("maximum context length")).to_be_visible()
+    expect(page.locator(".toast")).to_have_count(0)
+
+
+def test_a_message_that_could_not_be_sent_is_said_to_be_kept_and_a_part_of_an_answer_only_if_there_is_one(
+    chat: Page, errors: PageErrors
+) -> None:
+    errors.allow("ERR_CONNECTION_REFUSED|ERR_FAILED")
+    chat.route(CHAT, lambda route: route.abort("connectionrefused"))
+    send(chat, "Hello")
+    expect(chat.get_by_role("alert")).to_contain_text("Cannot reach the server. Your message is kept: try again.")
+    assert "answer" not in chat.get_by_role("alert").inner_text()
+
+
+def test_a_model_that_loads_on_demand_shows_how_far_it_is(chat: Page) -> None:
+    progress = [0.4, 0.7]
+
+    def two_models(route: Route) -> None:
+        own = route.fetch().json()["data"][0]
+        value = progress.pop(0) if len(progress) > 1 else progress[0]
+        status = {"value": "loading", "progress": value}
+        route.fulfill(json={"data": [own | {"id": "one", "status": status}, own | {"id": "two", "status": status}]})
+
+    held: list[Route] = []
+    chat.route("**/v1/models", two_models)
+    chat.route(CHAT, lambda route: held.append(route))  # noqa: PLW0108  # Playwright marks its handlers
+    chat.reload()
+    chat.get_by_role("combobox", name="Model").select_option("two")
+    progress[:] = [0.4, 0.4, 0.7]
+    send(chat, "Hello")
+    waiting = messages(chat, "assistant").locator(".waiting")
+    expect(waiting).to_have_text("Loading two: 40% …")
+    expect(waiting).to_have_text("Loading two: 70% …")
+    held.pop().abort("aborted")
+    expect(waiting).to_have_count(0)
+
+
+def test_a_message_is_shown_at_once_although_the_page_is_still_being_loaded(page: Page, url: str) -> None:
+    held: list[Route] = []
+    page.route("**/chat/messages.js", lambda route: held.append(route))  # noqa: PLW0108  # Playwright marks its handlers
+    answer_with(page, "**Yes.**")
+    open_tab(page, url)
+    wait_ready(page)
+    send(page, "Is it shown?")
+    expect(messages(page, "user")).to_have_text("Is it shown?", timeout=2000)
+    held.pop().continue_()
+    expect(messages(page, "assistant").locator("strong")).to_have_text("Yes.")
+    expect(messages(page, "user").locator(".plain")).to_have_text("Is it shown?")
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_file_without_chat_template_is_named_above_the_message_field(
+    page: Page, url: str, has_template: bool
+) -> None:
+    def props(route: Route) -> None:
+        route.fulfill(json=route.fetch().json() | {"has_chat_template": has_template})
+
+    page.route("**/props*", props)
+    open_tab(page, url)
+    wait_ready(page)
+    said = page.get_by_text("This file has no chat template")
+    expect(said).to_have_count(0 if has_template else 1)
+    if not has_template:
+        expect(said).to_contain_text("Messages are sent in ChatML")
+        assert axe_violations(page) == []
 
 
 def test_a_server_that_ends_leaves_the_text_so_far(
@@ -693,6 +760,41 @@ def test_a_server_that_ends_leaves_the_text_so_far(
 
 
 # --- small screens --------------------------------------------------------------------------------------------------
+
+
+def test_on_a_phone_escape_closes_the_list_of_conversations(chat: Page) -> None:
+    phone(chat)
+    button = chat.get_by_role("button", name="Show conversations")
+    button.click()
+    expect(chat.get_by_role("complementary", name="Conversations")).to_be_visible()
+    chat.keyboard.press("Escape")
+    expect(chat.get_by_role("complementary", name="Conversations")).to_be_hidden()
+    expect(button).to_have_attribute("aria-expanded", "false")
+
+
+@pytest.mark.parametrize("name", ["table", "code-table", "scroll"])
+def test_a_table_that_scrolls_has_a_shadow_at_the_edge_beyond_which_it_continues(chat: Page, name: str) -> None:
+    chat.evaluate(
+        """(name) => {
+          const [box, wide] = [document.createElement('div'), document.createElement('div')]
+          Object.assign(box, {className: name, id: 'box'})
+          box.style.cssText = 'position: fixed; z-index: 50; inset: 0 auto auto 0; width: 200px; overflow: auto'
+          wide.style.cssText = 'width: 900px; height: 20px'
+          box.append(wide)
+          document.body.append(box)
+        }""",
+        name,
+    )
+
+    def edges(scrolled: int) -> tuple[bytes, bytes]:
+        chat.locator("#box").evaluate("(box, left) => { box.scrollLeft = left }", scrolled)
+        clips = ({"x": x, "y": 10, "width": 6, "height": 20} for x in (2, 190))
+        left, right = (chat.screenshot(clip=clip) for clip in clips)  # type: ignore[arg-type]
+        return left, right
+
+    (start_left, start_right), (end_left, end_right) = edges(0), edges(700)
+    assert start_left != end_left, "hidden at the start"
+    assert start_right != end_right, "hidden at the end"
 
 
 def test_on_a_phone_conversations_are_behind_a_button_and_nothing_overflows(chat: Page) -> None:
