@@ -150,3 +150,17 @@ def test_no_formula_makes_links_html_names_or_endless_work(chat: Page, tex: str)
     assert drawn.locator("a, img, script, [id], [href], [src], [onerror]").count() == 0
     assert drawn.locator("span").first.evaluate("(one) => one.getBoundingClientRect().height") < 500
     assert chat.evaluate(MARKS) == UNMARKED
+
+
+def test_line_breaks_and_raised_text_of_html_are_drawn_and_other_html_is_text(chat: Page) -> None:
+    text = (
+        "H<sub>2</sub>O, x<sup>**2**</sup>\n\n| a |\n|---|\n| one<br>two |\n\n<br>\n\n"
+        "<b onclick=alert(1)>b</b> <sub>open <sup></sub>"
+    )
+    chat.evaluate(DRAW, [text, False])
+    drawn = chat.locator("#drawn")
+    expect(drawn.locator("sub").first).to_have_text("2")
+    expect(drawn.locator("sup strong")).to_have_text("2")
+    expect(drawn.locator("td br")).to_have_count(1)
+    expect(drawn).to_contain_text("<b onclick=alert(1)>b</b>")
+    assert drawn.locator("b, [onclick]").count() == 0

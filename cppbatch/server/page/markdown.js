@@ -73,6 +73,7 @@ const ELEMENTS = {
   plain: ({text}) => html`<span class="plain">${text}</span>`,
   html: ({text, block}) => (block ? html`<p class="plain">${text}</p>` : text),
   br: () => html`<br />`,
+  raised: ({name, tokens}, inner) => html`<${name}>${inner(tokens)}<//>`,
   hr: () => html`<hr />`,
   strong: ({tokens}, inner) => html`<strong>${inner(tokens)}</strong>`,
   em: ({tokens}, inner) => html`<em>${inner(tokens)}</em>`,
@@ -96,7 +97,23 @@ const ELEMENTS = {
   },
 };
 
-const elements = (tokens, isWhole) => tokens.map((token) =>
+const BREAKS = /^(\s*<br\s*\/?>\s*)+$/i;
+
+/** With <br>, <sub> and <sup> of HTML as tokens; other HTML stays text. */
+function withTags(tokens) {
+  const found = [];
+  for (let i = 0; i < tokens.length; i++) {
+    const {type, text} = tokens[i];
+    const [, name] = (type === 'html' && /^<(su[bp])>$/i.exec(text)) || [];
+    const end = name ? tokens.findIndex((each, j) => j > i && each.type === 'html' && each.text.toLowerCase() === `</${name.toLowerCase()}>`) : -1;
+    if (end > i) found.push({type: 'raised', name: name.toLowerCase(), tokens: tokens.slice(i + 1, end)});
+    else found.push(type === 'html' && BREAKS.test(text) ? {type: 'br'} : tokens[i]);
+    i = Math.max(i, end);
+  }
+  return found;
+}
+
+const elements = (tokens, isWhole) => withTags(tokens).map((token) =>
   ELEMENTS[token.type](token, (inner) => elements(inner, isWhole), isWhole));
 
 /** Elements in groups: the browser lays out those in view, and Preact compares those that have changed. */

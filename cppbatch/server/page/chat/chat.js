@@ -69,6 +69,15 @@ function erase(conversation) {
   toast('Conversation deleted.', 'info', {label: 'Undo', act: () => state.import([conversation])});
 }
 
+/** Whether a question about tokens neither loads nor wakes a model. */
+const isUp = ({health, info: {model}}) => health.status === 'ok' && (model?.status?.value ?? 'loaded') === 'loaded';
+
+/** The tokens of a conversation up to its last answer, as the server counted them. */
+function usedBy(conversation) {
+  const {stats} = pathOf(conversation).findLast((message) => message.stats?.prompt) ?? {};
+  return stats ? stats.prompt + stats.tokens : 0;
+}
+
 export function Chat({server, active}) {
   useChatState();
   const [isListOpen, setListOpen] = useState(false);
@@ -113,7 +122,8 @@ export function Chat({server, active}) {
         it is a base model, or its template is missing. Messages are sent in ChatML, which it may not know. Use an instruct
         model, or start the server with --chat-template.</p>`}
       <${Composer} conversationId=${conversation.id} isRunning=${state.isRunning} active=${active}
-        modalities=${shown.info.props?.modalities}
+        modalities=${shown.info.props?.modalities} used=${usedBy(conversation)} model=${state.model}
+        limit=${isUp(shown) ? shown.info.props?.default_generation_settings?.n_ctx : null}
         onSend=${send} onStop=${() => state.stop()} />
     </div>
     ${dialog === 'settings' && html`<${SettingsDialog} conversation=${conversation} server=${shown} onClose=${close}
