@@ -350,9 +350,9 @@ DOCX = b"PK\x03\x04\x14\x00\x06\x00\x08\x00\xff\xfe" * 50
     [
         (
             "letter.docx",
-            "its format is unknown: the extension must be one of .jsonl, .ndjson, .json, .csv, .tsv, .txt.",
+            "unknown input format '.docx'; the extension must be one of .jsonl, .ndjson, .json, .csv, .tsv, .txt.",
         ),
-        ("letter.txt", "it is not UTF-8 text: save it as UTF-8."),
+        ("letter.txt", "it is not UTF-8 text; save it as UTF-8."),
     ],
 )
 def test_a_binary_file_is_refused_in_one_sentence(page: Page, url: str, name: str, why: str) -> None:

@@ -16,7 +16,7 @@ from tests.support.server_process import ServerProcess
 
 MAX_BYTES = 300_000
 MAX_FIRST = 20
-ON_DEMAND = ("vendor/katex/", "vendor/highlight/")
+ON_DEMAND = ("vendor/katex/", "vendor/highlight/", "formula.js", "highlight.js", "chat/context_meter.js")
 MAX_MS = 200
 USABLE = """
 new MutationObserver((changes, observer) => {

@@ -6,10 +6,12 @@
 // marked reads the text into tokens (markdown_blocks.js), and Preact makes an element of each: what a model wrote is never parsed as HTML,
 // so there is nothing to sanitise, and the Content-Security-Policy (Trusted Types) forbids such parsing. HTML in the
 // text is shown as text, and images as links: the page loads nothing from elsewhere.
-import {CopyButton, html, useLayoutEffect, useMemo, useRef, useTurns} from './components.js';
-import {Formula} from './formula.js';
-import {Highlighter, isLoaded, languageOf, load, onLoad} from './highlight.js';
+import {CopyButton, html, lazy, useLayoutEffect, useMemo, useRef, useTurns} from './components.js';
 import {MarkdownBlocks} from './markdown_blocks.js';
+
+// Loaded when an answer has a formula or code.
+const Formula = lazy(() => import('./formula.js').then((module) => module.Formula), ({tex}) => tex);
+let colours = null; // highlight.js
 
 const LONGEST = 20_000; // characters of code that are highlighted
 const STREAMED = 4000; // characters that are highlighted before the code is whole
@@ -31,20 +33,33 @@ function Code({text, lang, isWhole}) {
   const {hasTime, again} = useTurns();
   const shown = useRef({});
   const next = useRef(null); // what is being read
-  useLayoutEffect(() => onLoad(() => { // before a grammar can have come
-    shown.current = {};
-    again();
-  }), []);
+  useLayoutEffect(() => {
+    let stop = null;
+    let isGone = false;
+    import('./highlight.js').then((module) => {
+      colours = module;
+      if (isGone) return;
+      stop = module.onLoad(() => {
+        shown.current = {};
+        again();
+      });
+      again();
+    });
+    return () => {
+      isGone = true;
+      stop?.();
+    };
+  }, []);
   const name = (lang ?? '').split(/\s/)[0].toLowerCase();
-  const language = languageOf(name);
+  const language = colours?.languageOf(name);
   const {head: before = ''} = shown.current;
   if (!text.startsWith(before)) shown.current = {};
   const lines = isWhole ? text : text.slice(0, text.slice(0, STREAMED).lastIndexOf('\n') + 1);
   const isNew = isWhole ? shown.current.head !== text : lines.length > GROWTH * (shown.current.head ?? '').length;
   if (isNew && language && !isSlow(lines, language)) {
-    if (!isLoaded(language)) load(language);
+    if (!colours.isLoaded(language)) colours.load(language);
     else {
-      if (next.current?.code !== lines) next.current = new Highlighter(lines, language);
+      if (next.current?.code !== lines) next.current = new colours.Highlighter(lines, language);
       if (next.current.read(hasTime)) shown.current = {head: lines, parts: next.current.elements};
       else again();
     }

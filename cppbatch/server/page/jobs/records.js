@@ -9,10 +9,11 @@ const extensionOf = (name) => name.split('.').pop().toLowerCase();
 
 /** Why a file is refused as a whole, null if it is not. start: its first characters, decoded as UTF-8. */
 export function refusalOf(name, start) {
-  const isKnown = Object.hasOwn(KINDS, extensionOf(name));
+  const extension = extensionOf(name);
+  const isKnown = Object.hasOwn(KINDS, extension) || extension === name.toLowerCase();
   if (!start.includes('\0') && (isKnown || !start.includes('\ufffd'))) return null;
-  return isKnown ? 'it is not UTF-8 text: save it as UTF-8'
-    : `its format is unknown: the extension must be one of ${Object.keys(KINDS).map((each) => `.${each}`).join(', ')}`;
+  return isKnown ? 'it is not UTF-8 text; save it as UTF-8'
+    : `unknown input format '.${extension}'; the extension must be one of ${Object.keys(KINDS).map((each) => `.${each}`).join(', ')}`;
 }
 
 /** The kind of a file by the end of its name, else by how it begins: jsonl, csv, tsv or text. */
