@@ -29,6 +29,7 @@ _MEDIA_TYPES = {
     ".css": "text/css",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 """By suffix. Other files of the folder, such as licences, are not served."""
 _COMMENT = re.compile(rb"^[ \t]*(?://.*|/\*\*(?s:.*?)\*/)$", re.MULTILINE)
@@ -39,6 +40,7 @@ _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
+    "font-src": "'self'",
     "img-src": "'self' data: blob:",
     "media-src": "data:",
     "connect-src": "'self'",

@@ -93,6 +93,8 @@ BEGINNINGS = {
     "JavaScript of spaces": ("```js\n", " \n"),
     "regular expressions in JavaScript": ("```js\n", " /a\\"),
     "numbers": ("```c\n", "1 "),
+    "C# of functions": ("```csharp\n", "function "),
+    "Nix of spaces": ("```nix\n", " \n"),
     "XML": ("```xml\n", '<a b="'),
     "XML of short tags": ("```xml\n", "<a>"),
     "Python": ("```py\n", 'f"{'),

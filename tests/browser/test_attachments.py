@@ -61,7 +61,7 @@ def takes(page: Page, **modalities: bool) -> None:
 
 
 def attach(page: Page) -> Locator:
-    return page.get_by_role("button", name="Attach images or audio")
+    return page.get_by_role("button", name="Attach files")
 
 
 def choose(page: Page, *files: Any) -> None:
@@ -114,6 +114,60 @@ def test_an_image_alone_is_a_message_and_can_be_removed_before_sending(chat: Pag
     expect(chat.locator(".conversation")).to_have_text("b.png")
 
 
+CODE = b"print('hi')\n```\nend\n"
+
+
+def test_a_text_file_is_a_chip_with_its_tokens_and_is_sent_in_a_fence_with_its_name(chat: Page) -> None:
+    answer_with(chat, "A program.")
+    choose(chat, file("a.py", "text/x-python", CODE), file("b.csv", "text/csv", b"a,b\n1,2\n"))
+    expect(attached(chat)).to_have_count(2)
+    expect(attached(chat).first).to_contain_text(re.compile(r"a\.py \d+ tokens"))
+    assert sent_content(chat, "What is this?") == (
+        "a.py:\n````py\nprint('hi')\n```\nend\n````\n\nb.csv:\n```csv\na,b\n1,2\n```\n\nWhat is this?"
+    )
+    chip = messages(chat, "user").locator(".chip").first
+    expect(chip.locator("pre")).to_be_hidden()
+    chip.locator("summary").click()
+    expect(chip.locator("pre")).to_contain_text("print('hi')")
+    assert axe_violations(chat) == []
+    assert "a.py:\n````py" in exported(chat, "This conversation", "Export as Markdown").read_text()
+    chat.reload()
+    expect(messages(chat, "user").locator(".chip")).to_have_count(2)
+
+
+def test_a_file_that_is_dropped_beside_the_field_is_attached_and_does_not_replace_the_page(chat: Page) -> None:
+    drop = """([tab, selector]) => {
+      const transfer = new DataTransfer()
+      transfer.items.add(new File(['Some notes'], 'notes.md', {type: 'text/markdown'}))
+      const event = new DragEvent('drop', {dataTransfer: transfer, bubbles: true, cancelable: true})
+      document.querySelector(selector).dispatchEvent(event)
+      return event.defaultPrevented
+    }"""
+    assert chat.evaluate(drop, ["chat", ".chat-bar"])
+    expect(attached(chat)).to_contain_text("notes.md")
+    chat.get_by_role("link", name="Models").click()
+    expect(chat.locator("main > section.models")).to_be_visible()
+    assert chat.evaluate(drop, ["models", "section.models"])
+    chat.get_by_role("link", name="Chat").click()
+    expect(attached(chat)).to_have_count(1)
+
+
+def test_how_full_the_context_is_is_shown_before_a_message_is_sent(chat: Page) -> None:
+    meter = chat.locator(".context-meter")
+    expect(meter).to_have_count(0)
+    field = chat.get_by_role("textbox", name="Message")
+    field.fill("one two three")
+    expect(meter).to_contain_text(re.compile(r"^\s*[345] of [\d,]+ tokens \(0%\)$"))
+    asked: list[str] = []
+    chat.on("request", lambda request: asked.append(request.url) if request.url.endswith("/tokenize") else None)
+    field.press_sequentially(" four five six", delay=10)
+    expect(meter).to_contain_text(re.compile(r"[678] of"))
+    assert len(asked) <= 2, "not at each key"
+    field.fill("word " * 20_000)
+    expect(meter).to_contain_text("too long; shorten it")
+    assert axe_violations(chat) == []
+
+
 GIVE = """([name, type, data, kind]) => {
   const transfer = new DataTransfer()
   transfer.items.add(new File([Uint8Array.from(atob(data), (one) => one.charCodeAt(0))], name, {type}))
@@ -129,7 +183,7 @@ def test_an_image_is_pasted_or_dropped(chat: Page, kind: str) -> None:
     expect(chat.locator(".composer").get_by_role("img", name="shot.png")).to_be_visible()
     chat.evaluate(GIVE, ["notes.pdf", "application/pdf", "AAAA", kind])
     expect(chat.locator(".toasts")).to_have_text(
-        "notes.pdf was not attached: it is neither an image nor a WAV, MP3 or FLAC file."
+        "notes.pdf was not attached: it is neither UTF-8 text nor an image nor a WAV, MP3 or FLAC file."
     )
 
 
@@ -154,13 +208,10 @@ def test_an_image_in_a_format_that_the_server_cannot_read_is_converted(chat: Pag
 
 
 @pytest.mark.parametrize("modalities", [{}, {"vision": False, "audio": False}])
-def test_a_text_only_model_has_no_button_and_rejects_an_image_with_a_message(
-    page: Page, url: str, modalities: dict[str, bool]
-) -> None:
+def test_a_text_only_model_rejects_an_image_with_a_message(page: Page, url: str, modalities: dict[str, bool]) -> None:
     takes(page, **modalities)
     open_tab(page, url)
     wait_ready(page)
-    expect(attach(page)).to_have_count(0)
     page.evaluate(GIVE, ["shot.png", "image/png", base64.b64encode(png()).decode(), "paste"])
     expect(page.locator(".toasts")).to_have_text("shot.png was not attached: this model does not accept images.")
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import BrowserContext, Locator, Page, Request, Route, expect
+from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.hostile import LONG_WORD, MARKS, UNMARKED, write_hostile_model
@@ -614,85 +613,42 @@ def test_the_view_follows_an_answer_unless_the_reader_has_scrolled_up(chat: Page
     wait_until(lambda: box.evaluate(FROM_END) < 60)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
+# --- small screens --------------------------------------------------------------------------------------------------
 
 
-def refusal(status: int, message: str, **fields: Any) -> Callable[[Route], None]:
-    body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": None, **fields}})
-    return lambda route: route.fulfill(
-        status=status, content_type="application/json", body=body, headers={"Retry-After": "0.1"}
+def test_on_a_phone_escape_closes_the_list_of_conversations(chat: Page) -> None:
+    phone(chat)
+    button = chat.get_by_role("button", name="Show conversations")
+    button.click()
+    expect(chat.get_by_role("complementary", name="Conversations")).to_be_visible()
+    chat.keyboard.press("Escape")
+    expect(chat.get_by_role("complementary", name="Conversations")).to_be_hidden()
+    expect(button).to_have_attribute("aria-expanded", "false")
+
+
+@pytest.mark.parametrize("name", ["table", "code-table", "scroll"])
+def test_a_table_that_scrolls_has_a_shadow_at_the_edge_beyond_which_it_continues(chat: Page, name: str) -> None:
+    chat.evaluate(
+        """(name) => {
+          const [box, wide] = [document.createElement('div'), document.createElement('div')]
+          Object.assign(box, {className: name, id: 'box'})
+          box.style.cssText = 'position: fixed; z-index: 50; inset: 0 auto auto 0; width: 200px; overflow: auto'
+          wide.style.cssText = 'width: 900px; height: 20px'
+          box.append(wide)
+          document.body.append(box)
+        }""",
+        name,
     )
 
+    def edges(scrolled: int) -> tuple[bytes, bytes]:
+        chat.locator("#box").evaluate("(box, left) => { box.scrollLeft = left }", scrolled)
+        clips = ({"x": x, "y": 10, "width": 6, "height": 20} for x in (2, 190))
+        left, right = (chat.screenshot(clip=clip) for clip in clips)
+        return left, right
 
-@pytest.mark.parametrize(
-    ("status", "message", "shown"),
-    [
-        (429, "the queue is full", "The server is busy: the queue is full. Try again"),
-        (503, "the model is still loading (40%)", "is not accepting requests: the model is still loading (40%). Try"),
-        (403, "no adapter", "The API key does not allow this: no adapter."),
-        (500, "internal error", "The answer failed: internal error."),
-    ],
-)
-def test_an_error_names_the_remedy(chat: Page, errors: PageErrors, status: int, message: str, shown: str) -> None:
-    errors.allow(f"status of {status}")
-    chat.route(CHAT, refusal(status, message))
-    send(chat, "Hello")
-    expect(chat.get_by_role("alert")).to_contain_text(shown, timeout=20_000)
-    chat.unroute(CHAT)
-    answer_with(chat, "Here I am.")
-    chat.get_by_role("button", name="Try again").click()
-    assert answered(chat) == "Here I am."
-    expect(chat.get_by_role("alert")).to_have_count(0)
-
-
-def test_a_busy_server_is_retried_after_its_retry_after(chat: Page, errors: PageErrors) -> None:
-    errors.allow("status of 429")
-    times: list[float] = []
-
-    def busy_once(route: Route, _request: Request) -> None:
-        times.append(time.monotonic())
-        if len(times) == 1:
-            body = '{"error": {"message": "the queue is full"}}'
-            route.fulfill(status=429, headers={"Retry-After": "1"}, content_type="application/json", body=body)
-        else:
-            route.continue_()
-
-    chat.route(CHAT, busy_once)
-    settings(chat, Maximum_tokens="4")
-    assert ask(chat, "Hello")
-    assert len(times) == 2
-    assert times[1] - times[0] >= 1
-
-
-def test_a_conversation_that_is_too_long_for_the_context_says_so(
-    page: Page, tiny_llama: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
-) -> None:
-    errors.allow("status of 400")
-    server = fresh_server("-m", tiny_llama, "-np", "2", "-c", "512")
-    open_tab(page, f"{server.url}/")
-    wait_ready(page)
-    send(page, "many words " * 300)
-    expect(page.get_by_role("alert")).to_contain_text("The conversation does not fit into the model’s context")
-    expect(page.get_by_role("alert")).to_contain_text("start a new conversation")
-
-
-def test_a_server_that_ends_leaves_the_text_so_far(
-    page: Page, default_model: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
-) -> None:
-    errors.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE|status of 503")
-    server = fresh_server("-m", default_model, "-np", "1")
-    open_tab(page, f"{server.url}/")
-    wait_ready(page)
-    send_without_end(page)
-    words = re.compile("[a-z]{3}")  # "1." alone is a list without text
-    expect(messages(page, "assistant").locator(".markdown")).to_contain_text(words, timeout=ANSWERED)
-    server.process.kill()
-    expect(page.get_by_role("alert")).to_contain_text("Lost the connection to the server")
-    assert messages(page, "assistant").locator(".markdown").text_content()
-    expect(page.get_by_role("button", name="Continue")).to_be_visible()
-
-
-# --- small screens --------------------------------------------------------------------------------------------------
+    (start_left, start_right), (end_left, end_right) = edges(0), edges(700)
+    assert start_left != end_left, "hidden at the start"
+    assert start_right != end_right, "hidden at the end"
 
 
 def test_on_a_phone_conversations_are_behind_a_button_and_nothing_overflows(chat: Page) -> None:
@@ -761,50 +717,6 @@ def test_the_speed_is_shown_while_an_answer_streams(chat: Page) -> None:
     expect(messages(chat, "assistant").last.locator(".stats")).to_contain_text("/s", timeout=ANSWERED)
     expect(chat.get_by_role("button", name="Stop")).to_be_visible()
     chat.get_by_role("button", name="Stop").click()
-
-
-DRAW = """async ([text, streaming]) => {
-  const {html, render} = await import('./page/components.js');
-  const {Markdown} = await import('./page/markdown.js');
-  window.box ??= document.body.appendChild(Object.assign(document.createElement('div'), {id: 'drawn'}));
-  render(html`<${Markdown} text=${text} streaming=${streaming} />`, window.box);
-}"""
-
-
-def test_code_has_its_colours_while_it_streams_line_by_line(chat: Page) -> None:
-    text = "```py\ndef add(a, b):\n    return a + b\n\nclass Half"
-    chat.evaluate(DRAW, [text, True])
-    code = chat.locator("#drawn code")
-    expect(code.locator(".code-kwd")).to_have_text(["def", "return"])  # not yet the line that is being written
-    assert code.inner_text().endswith("class Half")
-    chat.evaluate(DRAW, [text + ":\n    pass\n", True])
-    expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class"])
-    chat.evaluate(DRAW, [text + ":\n    pass\n\nimport x\n```\n\nDone.", False])
-    expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class", "pass", "import"])
-
-
-def test_formulas_are_mathml_and_prices_are_text(chat: Page) -> None:
-    text = (
-        "The roots are $x_{1,2} = \\frac{-b \\pm \\sqrt{b^2 - 4ac}}{2a}$, between $5 and $6, and "
-        "\\(\\alpha\\) is unknown.\n\n"
-        "$$\n\\sum_{i=1}^{n} i = \\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix} \\foo\n$$\n\n`$code$` $a<b$"
-    )
-    chat.evaluate(DRAW, [text, False])
-    drawn = chat.locator("#drawn")
-    expect(drawn.locator("math")).to_have_count(4)
-    shape = "(all) => all.map((one) => one.localName)"
-    first = drawn.locator("math").first
-    assert first.locator("mfrac, msqrt, msub, msup").evaluate_all(shape) == ["msub", "mfrac", "msqrt", "msup"]
-    assert first.evaluate("(one) => one.namespaceURI") == "http://www.w3.org/1998/Math/MathML"
-    block = drawn.locator("math[display=block]")
-    assert block.locator("munderover").count() == 1
-    assert block.locator("mtr").count() == 2
-    expect(block.locator("mtext")).to_have_text("\\foo")  # unknown elements are shown as written
-    expect(drawn).to_contain_text("between $5 and $6, and")
-    expect(drawn.locator("code")).to_have_text("$code$")
-    nested = "$" + "\\sqrt{" * 60 + "x" + "}" * 60 + "$"
-    chat.evaluate(DRAW, [nested, False])
-    assert drawn.locator("msqrt").count() < 25
 
 
 def test_a_conversation_has_an_address(chat: Page, url: str) -> None:

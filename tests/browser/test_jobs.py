@@ -342,6 +342,51 @@ def test_invalid_lines_are_reported_and_left_out(page: Page, url: str, server: S
     expect(page.get_by_text("2 of 2 lines")).to_be_visible()
 
 
+DOCX = b"PK\x03\x04\x14\x00\x06\x00\x08\x00\xff\xfe" * 50
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "letter.docx",
+            "unknown input format '.docx'; the extension must be one of .jsonl, .ndjson, .json, .csv, .tsv, .txt.",
+        ),
+        ("letter.txt", "it is not UTF-8 text; save it as UTF-8."),
+    ],
+)
+def test_a_binary_file_is_refused_in_one_sentence(page: Page, url: str, name: str, why: str) -> None:
+    open_tab(page, url, "jobs")
+    choose(page, name, DOCX)
+    expect(page.get_by_role("alert")).to_have_text(f"{name} was refused: {why}")
+    expect(page.get_by_role("button", name="Start")).to_have_count(0)
+    expect(page.get_by_label("Drop prompt files")).to_be_visible()
+    choose(page, "good.txt", b"Say A\n")
+    expect(page.get_by_role("button", name="Start 1 line")).to_be_enabled()
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_file_without_a_line_that_can_be_sent_cannot_be_started(page: Page, url: str) -> None:
+    open_tab(page, url, "jobs")
+    choose(page, "wrong.jsonl", b"[1]\n{bad\n")
+    expect(page.get_by_text("0 lines ready, 2 invalid")).to_be_visible()
+    expect(page.get_by_role("button", name="Start", exact=True)).to_be_disabled()
+    assert "Start 0" not in page.locator("main").inner_text()
+    assert "Columns: ." not in page.locator("main").inner_text()
+
+
+def test_settings_of_a_job_are_rows(page: Page, url: str) -> None:
+    open_tab(page, url, "jobs")
+    choose(page, "one.txt", b"Say A\n")
+    limit_tokens(page, 3)
+    page.locator(".jobs").get_by_label("Temperature").fill("0")
+    start(page, 1)
+    facts = page.locator(".facts")
+    expect(facts.locator("div", has_text=re.compile(r"^max tokens3$"))).to_be_visible()
+    expect(facts.locator("div", has_text=re.compile(r"^temperature0$"))).to_be_visible()
+    expect(facts).not_to_contain_text('{"')
+
+
 def test_requests_in_openais_form_go_up_as_they_are_and_failures_give_their_reason(
     page: Page, errors: PageErrors, url: str, server: ServerProcess
 ) -> None:

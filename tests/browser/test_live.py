@@ -147,6 +147,43 @@ def test_nothing_runs_and_a_button_shows_a_batch(page: Page, batch_server: Serve
     expect(tab.get_by_role("heading", name="Nothing is running")).to_be_visible()
 
 
+def example(page: Page, url: str, change: Callable[[dict[str, Any]], None]) -> Locator:
+    """The tab with a snapshot that is an example with changes."""
+    snapshot = json.loads((Path(__file__).parents[1] / "live_example.json").read_text())["full"]
+    snapshot["workers"] = snapshot["workers"][:1]
+    change(snapshot)
+    event = f"data: {json.dumps(snapshot)}\n\n"
+    page.route("**/live", lambda route: route.fulfill(content_type="text/event-stream", body=event))
+    return open_tab(page, url, "live")
+
+
+def test_requests_that_are_not_in_the_batch_yet_or_any_more_are_named(page: Page, url: str) -> None:
+    def none_runs(snapshot: dict[str, Any]) -> None:
+        worker = snapshot["workers"][0]
+        worker["in_flight"] = 16
+        worker["engine"] |= {"rows": [], "queue": [], "waiting": 2}
+
+    tab = example(page, url, none_runs)
+    workers = tab.get_by_role("list", name="Workers")
+    expect(workers).to_contain_text("16 unfinished requests (14 being tokenised or finished)")
+
+
+@pytest.mark.parametrize(("is_idle", "shown"), [(True, "–"), (False, "39%")])
+def test_the_share_of_the_ideal_speed_is_explained_and_shown_only_while_something_runs(
+    page: Page, url: str, is_idle: bool, shown: str
+) -> None:
+    def change(snapshot: dict[str, Any]) -> None:
+        engine = snapshot["workers"][0]["engine"]
+        engine["of_ideal"] = 0.39
+        if is_idle:
+            engine |= {"rows": [], "queue": [], "waiting": 0}
+
+    tab = example(page, url, change)
+    figure = tab.locator("dl > div", has_text="of ideal speed")
+    expect(figure.locator("dd")).to_have_text(shown)
+    expect(figure).to_have_attribute("title", re.compile("the time that its tokens need"))
+
+
 def n_connections(url: str) -> int:
     """Open connections of the server, as the kernel counts them."""
     port = f":{urlsplit(url).port:04X}"
@@ -194,7 +231,9 @@ def test_a_server_that_is_gone_and_comes_back(
     tab = open_tab(page, f"{server.url}/", "live")
     expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
     server.stop()
-    expect(tab.get_by_role("alert")).to_contain_text("Lost the server.")
+    expect(tab.get_by_role("alert")).to_have_text(
+        re.compile(r"^Lost the server\. [^.]+\. Retrying in [\d.]+ m?s\. Showing the last known state\.$")
+    )
     fresh_server("-m", tiny_llama, "--port", server.url.rsplit(":", 1)[1])
     expect(tab.get_by_role("alert")).to_have_count(0)
 

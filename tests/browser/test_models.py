@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import APIResponse, Locator, Page, Route, expect
 
 from tests.support import tiny_models
 from tests.support.server_process import ServerProcess
@@ -51,6 +51,50 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_the_reason(several: Serv
     expect(broken).to_contain_text("failed")
     expect(broken).to_contain_text("Download it again")
     expect(broken.get_by_role("button")).to_have_text("Try again")
+
+
+def test_a_model_that_is_loaded_elsewhere_is_shown_as_loaded_without_a_button_to_load_it(
+    several: ServerProcess, page: Page
+) -> None:
+    page.goto(f"{several.url}/#models")
+    one = row(page, "tiny-one")
+    expect(one.get_by_role("button", name="Load tiny-one")).to_be_visible()
+    with page.expect_request("**/v1/models"):
+        several.post("/models/load", {"model": "tiny-one"})
+    expect(one.get_by_text("loaded", exact=True)).to_be_visible()
+    expect(one.get_by_role("button")).to_have_text("Unload")
+
+
+def test_whether_models_fit_is_said_late_and_does_not_bring_back_an_old_state(
+    several: ServerProcess, page: Page
+) -> None:
+    held: list[tuple[Route, APIResponse]] = []
+    page.route("**/v1/models?fit=true", lambda route: held.append((route, route.fetch())))
+    page.goto(f"{several.url}/#models")
+    one = row(page, "tiny-one")
+    expect(one.get_by_text("unloaded", exact=True)).to_be_visible()  # although it is not known whether it fits
+    while not held:
+        page.wait_for_timeout(50)
+    one.get_by_role("button", name="Load tiny-one").click()
+    expect(one.get_by_text("loaded", exact=True)).to_be_visible()
+    route, response = held[0]
+    route.fulfill(response=response)
+    expect(row(page, "tiny-vectors")).to_contain_text("fits")
+    expect(one.get_by_text("loaded", exact=True)).to_be_visible()
+    expect(one.get_by_role("button")).to_have_text("Unload")
+
+
+def test_a_list_that_is_not_there_yet_has_its_place_taken(url: str, page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/v1/models*", lambda route: held.append(route))  # noqa: PLW0108  # Playwright marks its handlers
+    page.goto(f"{url}#models")
+    expect(page.locator(".models[aria-busy=true] .skeleton")).to_have_count(3)
+    expect(page.get_by_text("Reading the models")).to_be_attached()
+    page.route("**/v1/models*", lambda route: route.continue_())
+    for route in held:
+        route.continue_()
+    expect(page.get_by_role("row")).to_have_count(2)
+    expect(page.locator(".skeleton")).to_have_count(0)
 
 
 def test_a_new_file_is_found(several: ServerProcess, page: Page, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.support.server_process import ServerProcess
 
 MAX_BYTES = 300_000
 MAX_FIRST = 20
+ON_DEMAND = ("vendor/katex/", "vendor/highlight/", "formula.js", "highlight.js", "chat/context_meter.js")
 MAX_MS = 200
 USABLE = """
 new MutationObserver((changes, observer) => {
@@ -42,11 +43,23 @@ def test_all_tabs_load_only_from_this_server_and_less_than_300_kb(page: Page, se
     assert sum(response.request.sizes()["responseBodySize"] for response in files) < MAX_BYTES
 
 
-def test_all_files_of_the_page_weigh_less_than_300_kb_as_they_are() -> None:
+def test_all_files_but_libraries_that_are_loaded_on_demand_weigh_less_than_300_kb_as_they_are() -> None:
     """Not compressed. The licences of the libraries are in the same folder, and are not served."""
-    sizes = {name: len(file.content) for name, file in page_files().items()}
+    sizes = {name: len(file.content) for name, file in page_files().items() if not name.startswith(ON_DEMAND)}
     assert {"index.html", "app.js", "style.css", "vendor/preact.js"} <= sizes.keys()
     assert sum(sizes.values()) < MAX_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+
+
+def test_libraries_for_formulas_and_code_are_loaded_when_an_answer_has_them(page: Page, url: str) -> None:
+    loaded: list[str] = []
+    page.on("request", lambda request: loaded.append(request.url.partition("/page/")[2]))
+    open_tab(page, url)
+    wait_ready(page)
+    page.wait_for_timeout(1000)  # what is loaded after the first view
+    for tab in TABS:
+        open_tab(page, url, tab)
+    assert "markdown.js" in loaded
+    assert [name for name in loaded if name.startswith(ON_DEMAND)] == []
 
 
 def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:

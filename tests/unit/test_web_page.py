@@ -23,7 +23,9 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.server.web_page import page_files
 
 FOLDER = Path(cppbatch.server.__file__).with_name("page")
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MEDIA_TYPES = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".woff2": "font/woff2",
+}  # fmt: skip
 SERVED = sorted(path for path in FOLDER.rglob("*") if path.suffix in MEDIA_TYPES)
 
 
@@ -201,9 +203,15 @@ def test_every_import_of_the_page_is_a_file_of_it() -> None:
 
 def test_the_libraries_are_the_files_of_their_packages() -> None:
     rows = re.findall(
-        r"^\| (\S+\.js) \|.*\(LICENSE\.(\w+)\) \| (\w{64}) \|$", (FOLDER / "vendor/README.md").read_text(), re.M
+        r"^\| (\S+\.(?:js|css|woff2)) \|.*\(LICENSE\.(\w+)\) \| (\w{64}) \|$",
+        (FOLDER / "vendor/README.md").read_text(),
+        re.M,
     )
-    files = {path.relative_to(FOLDER / "vendor").as_posix() for path in (FOLDER / "vendor").rglob("*.js")}
+    files = {
+        path.relative_to(FOLDER / "vendor").as_posix()
+        for path in (FOLDER / "vendor").rglob("*.*")
+        if path.suffix in MEDIA_TYPES
+    }
     assert {name for name, _, _ in rows} == files
     for name, licence, digest in rows:
         assert sha256((FOLDER / "vendor" / name).read_bytes()).hexdigest() == digest, name

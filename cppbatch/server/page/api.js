@@ -4,7 +4,7 @@
 //   request(path, {method, body, signal, retries}) -> parsed JSON (text, if the answer is not JSON)
 //   events(path, {method, body, signal, retries})  -> async iterator over the parsed data of server-sent events
 //   open(path, options) -> Response, for bodies that are streamed or saved
-//   ApiError {status, message, param, code, type, retryAfter}; status 0: the server cannot be reached
+//   ApiError {status, message, param, code, type, retryAfter, tokens, context}; status 0: the server cannot be reached
 //   isAbort(error): the caller's signal has ended the call
 //   key() / setKey(key) / onKeyWanted(ask): the API key; `ask` is called once on a 401 and resolves to true when there
 //   is another key
@@ -20,9 +20,9 @@ const MAX_WAIT = 30;
  * onAlive?: () => void}} Options */
 
 export class ApiError extends Error {
-  constructor(status, message, {param = null, code = null, type = null, retryAfter = 0} = {}) {
+  constructor(status, message, {param = null, code = null, type = null, retryAfter = 0, tokens = null, context = null} = {}) {
     super(message);
-    Object.assign(this, {name: 'ApiError', status, param, code, type, retryAfter});
+    Object.assign(this, {name: 'ApiError', status, param, code, type, retryAfter, tokens, context});
   }
 }
 
@@ -140,8 +140,8 @@ async function errorOf(response) {
 }
 
 function apiError(status, error, retryAfter = 0) {
-  const {message = 'unknown error', param = null, code = null, type = null} = error;
-  return new ApiError(status, message, {param, code, type, retryAfter});
+  const {message = 'unknown error', param, code, type, n_prompt_tokens: tokens, n_ctx: context} = error;
+  return new ApiError(status, message, {param, code, type, retryAfter, tokens, context});
 }
 
 async function wantKey() {

@@ -137,6 +137,7 @@ function App() {
       setOpened((now) => (now.includes(tabInHash()) ? now : [...now, tabInHash()]));
     };
     addEventListener('hashchange', follow);
+    ['dragover', 'drop'].forEach((type) => addEventListener(type, (event) => event.preventDefault())); // no file replaces the page
     onKeyWanted(() => new Promise((resolve) => {
       setKeyed(true);
       setKeyRequest({resolve});

@@ -17,7 +17,8 @@
 //   confirmAction({title, message, action, keep}) -> Promise<boolean>
 //   await stylesheet(import.meta.url, 'x.css')  a tab's own rules, loaded before it is shown
 //   useStored(name, initial)           state in localStorage, under cppbatch.<name>
-//   lazy(import)                       a component whose module is loaded when it is first shown, or by its load()
+//   lazy(import, Before)               a component whose module is loaded when it is first shown, or by its load(); Before
+//                                      is shown until then
 //   usePolling(load, active, dependencies)  calls load(isEnded), and again after the milliseconds it resolves to
 //   useTurns()                         long work in turns, between which the page answers
 //   Toasts, Confirm                    rendered once, by app.js
@@ -276,7 +277,7 @@ function reloadWhenBack(failure) {
 }
 
 /** The component that `load` resolves to, once it is there. Its `load()` loads it before it is shown. */
-export function lazy(load) {
+export function lazy(load, Before = null) {
   let Loaded = null;
   let loading = null;
   function Lazy(props) {
@@ -285,7 +286,8 @@ export function lazy(load) {
     useEffect(() => { if (!Loaded) Lazy.load().then(update, setError); }, []);
     useEffect(() => (error ? reloadWhenBack(error.message) : undefined), [error]);
     if (Loaded) return html`<${Loaded} ...${props} />`;
-    return error && html`<${EmptyState} title="This part of the page could not be loaded" icon="alert">
+    if (!error) return Before && html`<${Before} ...${props} />`;
+    return html`<${EmptyState} title="This part of the page could not be loaded" icon="alert">
       ${error.message}. Reload the page. If that does not help, the server and the page have different versions.<//>`;
   }
   Lazy.load = () => {
@@ -319,7 +321,7 @@ export function Toasts() {
   const drop = (one) => setAll((now) => now.filter((each) => each.id !== one.id));
   useEffect(() => {
     showToast = (one) => {
-      setAll((now) => [...now.slice(-3), one]);
+      setAll((now) => [...now.filter(({message}) => message !== one.message).slice(-3), one]);
       setTimeout(() => drop(one), one.kind === 'error' || one.action ? 9000 : 4000);
     };
   }, []);

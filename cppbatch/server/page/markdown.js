@@ -6,24 +6,19 @@
 // marked reads the text into tokens (markdown_blocks.js), and Preact makes an element of each: what a model wrote is never parsed as HTML,
 // so there is nothing to sanitise, and the Content-Security-Policy (Trusted Types) forbids such parsing. HTML in the
 // text is shown as text, and images as links: the page loads nothing from elsewhere.
-import {CopyButton, html, useLayoutEffect, useMemo, useRef, useTurns} from './components.js';
-import {Formula} from './formula.js';
+import {CopyButton, html, lazy, useLayoutEffect, useMemo, useRef, useTurns} from './components.js';
 import {MarkdownBlocks} from './markdown_blocks.js';
 
-const LONGEST = 20_000; // characters of code that are highlighted,
-const PIECE = 5000; // in pieces of so many: the grammars take a time that grows with the square
+// Loaded when an answer has a formula or code.
+const Formula = lazy(() => import('./formula.js').then((module) => module.Formula), ({tex}) => tex);
+let colours = null; // highlight.js
+
+const LONGEST = 20_000; // characters of code that are highlighted
 const STREAMED = 4000; // characters that are highlighted before the code is whole
 const GROWTH = 1.05; // times so many are highlighted again then: each is read some twenty times, not once a line
-const MOST = 5000; // parts of them; what follows is one more
 const GROUP = 64; // blocks
 const SLOW = /\S{200}|\s{80}/; // in code: not highlighted
 const SLOW_XML = /(<[^<>]*){9}/;
-const LANGUAGES = new Set('bash c diff go java js json py rs todo toml xml yaml'.split(' '));
-const ALIASES = {
-  sh: 'bash', shell: 'bash', zsh: 'bash', console: 'bash', h: 'c', 'c++': 'c', cpp: 'c', cc: 'c', patch: 'diff',
-  golang: 'go', javascript: 'js', jsx: 'js', ts: 'js', typescript: 'js', tsx: 'js', python: 'py', python3: 'py',
-  rust: 'rs', html: 'xml', svg: 'xml', yml: 'yaml',
-};
 const SAFE_LINK = /^(https?|mailto):/i;
 const ENTITY = /&(?:#(\d{1,7})|#x([\da-f]{1,6})|(\w+));/gi;
 const ENTITIES = {
@@ -31,62 +26,43 @@ const ENTITIES = {
   times: '×', deg: '°', middot: '·', bull: '•', rarr: '→', larr: '←', le: '≤', ge: '≥', ne: '≠', euro: '€',
 };
 
-let tokenizer = null;
-const PIECES = new RegExp(`[^]{1,${PIECE}}(?=\n\n|$)|[^]{1,${PIECE}}(?=\n|$)|[^]{1,${PIECE}}`, 'g');
-const grammars = {}; // by language; undefined: not loaded
-const wanted = new Set();
-const listeners = new Set();
-
-/** Loads the grammar of a language; code that is shown is then highlighted. */
-async function load(language) {
-  if (wanted.has(language)) return;
-  wanted.add(language);
-  const file = (name) => import(`./vendor/highlight/${name}.js`);
-  [{tokenizer}, {default: grammars[language]}] = await Promise.all([file('tokenize'), file(language)]);
-  listeners.forEach((listener) => listener());
-}
-
-/** Code with its highlighted parts. Grammars of languages within the language (JS in HTML) are loaded when met. */
-function highlighted(code, language) {
-  const parts = [];
-  let length = 0;
-  for (const [piece] of code.matchAll(PIECES)) {
-    const steps = tokenizer(piece, grammars[language], (text, type) => {
-      if (parts.length > MOST) return;
-      parts.push(type ? html`<span class=${`code-${type}`}>${text}</span>` : text);
-      length += text.length;
-    });
-    for (let step = steps.next(); !step.done; step = steps.next(grammars[step.value])) {
-      if (LANGUAGES.has(step.value)) load(step.value);
-    }
-  }
-  return [...parts, code.slice(length)];
-}
-
 const isSlow = (code, language) => code.length > LONGEST || SLOW.test(code)
   || (language === 'xml' && SLOW_XML.test(code));
 
 function Code({text, lang, isWhole}) {
   const {hasTime, again} = useTurns();
   const shown = useRef({});
-  useLayoutEffect(() => { // before a grammar can have come
-    const onLoad = () => {
-      shown.current = {};
+  const next = useRef(null); // what is being read
+  useLayoutEffect(() => {
+    let stop = null;
+    let isGone = false;
+    import('./highlight.js').then((module) => {
+      colours = module;
+      if (isGone) return;
+      stop = module.onLoad(() => {
+        shown.current = {};
+        again();
+      });
       again();
+    });
+    return () => {
+      isGone = true;
+      stop?.();
     };
-    listeners.add(onLoad);
-    return () => { listeners.delete(onLoad); };
   }, []);
   const name = (lang ?? '').split(/\s/)[0].toLowerCase();
-  const language = ALIASES[name] ?? name;
+  const language = colours?.languageOf(name);
   const {head: before = ''} = shown.current;
   if (!text.startsWith(before)) shown.current = {};
   const lines = isWhole ? text : text.slice(0, text.slice(0, STREAMED).lastIndexOf('\n') + 1);
   const isNew = isWhole ? shown.current.head !== text : lines.length > GROWTH * (shown.current.head ?? '').length;
-  if (isNew && LANGUAGES.has(language) && !isSlow(lines, language)) {
-    if (!grammars[language]) load(language);
-    else if (hasTime()) shown.current = {head: lines, parts: highlighted(lines, language)};
-    else again();
+  if (isNew && language && !isSlow(lines, language)) {
+    if (!colours.isLoaded(language)) colours.load(language);
+    else {
+      if (next.current?.code !== lines) next.current = new colours.Highlighter(lines, language);
+      if (next.current.read(hasTime)) shown.current = {head: lines, parts: next.current.elements};
+      else again();
+    }
   }
   const {head, parts} = shown.current;
   return html`<div class="code">
@@ -112,6 +88,7 @@ const ELEMENTS = {
   plain: ({text}) => html`<span class="plain">${text}</span>`,
   html: ({text, block}) => (block ? html`<p class="plain">${text}</p>` : text),
   br: () => html`<br />`,
+  raised: ({name, tokens}, inner) => html`<${name}>${inner(tokens)}<//>`,
   hr: () => html`<hr />`,
   strong: ({tokens}, inner) => html`<strong>${inner(tokens)}</strong>`,
   em: ({tokens}, inner) => html`<em>${inner(tokens)}</em>`,
@@ -135,7 +112,23 @@ const ELEMENTS = {
   },
 };
 
-const elements = (tokens, isWhole) => tokens.map((token) =>
+const BREAKS = /^(\s*<br\s*\/?>\s*)+$/i;
+
+/** With <br>, <sub> and <sup> of HTML as tokens; other HTML stays text. */
+function withTags(tokens) {
+  const found = [];
+  for (let i = 0; i < tokens.length; i++) {
+    const {type, text} = tokens[i];
+    const [, name] = (type === 'html' && /^<(su[bp])>$/i.exec(text)) || [];
+    const end = name ? tokens.findIndex((each, j) => j > i && each.type === 'html' && each.text.toLowerCase() === `</${name.toLowerCase()}>`) : -1;
+    if (end > i) found.push({type: 'raised', name: name.toLowerCase(), tokens: tokens.slice(i + 1, end)});
+    else found.push(type === 'html' && BREAKS.test(text) ? {type: 'br'} : tokens[i]);
+    i = Math.max(i, end);
+  }
+  return found;
+}
+
+const elements = (tokens, isWhole) => withTags(tokens).map((token) =>
   ELEMENTS[token.type](token, (inner) => elements(inner, isWhole), isWhole));
 
 /** Elements in groups: the browser lays out those in view, and Preact compares those that have changed. */

@@ -1,6 +1,7 @@
 // @ts-check
 // One answer of /v1/chat/completions: its request, its stream, and what its errors mean to the reader. No DOM.
 import {events} from '../api.js';
+import {count} from '../format.js';
 import {DEFAULT_MAX_TOKENS, defaultsOf, requestFields} from '../sampling_form.js';
 import {requestMessages} from './conversation.js';
 
@@ -71,15 +72,19 @@ function withDeltas(calls, deltas) {
   return next;
 }
 
-/** What went wrong and what to do, in a sentence or two. */
-export function adviceOf(error, health) {
+export const isTooLong = (error) => error.code === 'context_length_exceeded';
+
+/** What went wrong and what to do, in a sentence or two. content: what has arrived of the answer. */
+export function adviceOf(error, health, content) {
   const said = error.message.replace(/\.$/, '');
   const soon = 'Try again in a moment.';
-  if (error.status === 0 && health?.status === 'unreachable') return `${said}. Restart it, then try again.`;
-  if (error.status === 0) return `${said}. The partial answer is kept.`;
-  if (error.code === 'context_length_exceeded') {
-    return `The conversation does not fit into the model’s context: ${said}. `
-      + 'Or delete messages, or start a new conversation.';
+  if (error.status === 0) {
+    const isGone = health?.status === 'unreachable';
+    return `${said}. ${content ? 'The answer so far is kept' : 'Your message is kept'}: ${isGone ? 'restart the server, then ' : ''}try again.`;
+  }
+  if (isTooLong(error)) {
+    const sizes = error.tokens && ` (${count(error.tokens)} of ${count(error.context)} tokens)`;
+    return `The conversation does not fit into the model’s context${sizes || ''}: delete messages, or start a new conversation.`;
   }
   if (error.status === 401) return 'The server requires an API key: enter it with the button at the top, then try again.';
   if (error.status === 403) return `The API key does not allow this: ${said}.`;

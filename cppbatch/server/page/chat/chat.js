@@ -10,7 +10,10 @@ import {Sidebar} from './sidebar.js';
 
 // What the first view does not need is loaded after it, so that it is there soon.
 const AFTER_MS = 300;
-const Messages = lazy(() => import('./messages.js').then((module) => module.Messages));
+const Messages = lazy(() => import('./messages.js').then((module) => module.Messages), ({conversation}) => html`
+  <div class="messages"><div class="messages-inner">${pathOf(conversation).map(({id, role, content}) => html`
+    <article key=${id} class=${`message ${role}`}><div class="message-body">
+      <p class="plain">${content || (role === 'assistant' && '…')}</p></div></article>`)}</div></div>`);
 const SettingsDialog = lazy(() => import('./settings_dialog.js').then((module) => module.SettingsDialog));
 
 const ACTIONS = {
@@ -66,10 +69,24 @@ function erase(conversation) {
   toast('Conversation deleted.', 'info', {label: 'Undo', act: () => state.import([conversation])});
 }
 
+/** Whether a question about tokens neither loads nor wakes a model. */
+const isUp = ({health, info: {model}}) => health.status === 'ok' && (model?.status?.value ?? 'loaded') === 'loaded';
+
+/** The tokens of a conversation up to its last answer, as the server counted them. */
+function usedBy(conversation) {
+  const {stats} = pathOf(conversation).findLast((message) => message.stats?.prompt) ?? {};
+  return stats ? stats.prompt + stats.tokens : 0;
+}
+
 export function Chat({server, active}) {
   useChatState();
   const [isListOpen, setListOpen] = useState(false);
   const [dialog, setDialog] = useState(null);
+  useEffect(() => {
+    const onKeyDown = ({key}) => { if (key === 'Escape') setListOpen(false); };
+    if (isListOpen) addEventListener('keydown', onKeyDown);
+    return () => removeEventListener('keydown', onKeyDown);
+  }, [isListOpen]);
   const conversation = state.current;
   state.model = server.info.models?.length > 1 ? server.name : null;
   const isChosen = !conversation.model || conversation.model === server.name;
@@ -100,9 +117,13 @@ export function Chat({server, active}) {
           <${EmptyState} title=${server.name ? `Chat with ${server.name}` : 'Chat'}>Write a message below. Several
             conversations can be answered at the same time: they share the batch.<//></div>`
         : html`<${Messages} key=${conversation.id} conversation=${conversation} actions=${ACTIONS}
-          health=${server.health} running=${state.running.get(conversation.id)?.messageId} />`}</div>
+          health=${server.health} model=${conversation.model ?? state.model} running=${state.running.get(conversation.id)?.messageId} />`}</div>
+      ${shown.info.props?.has_chat_template === false && html`<p class="no-template muted small">This file has no chat template:
+        it is a base model, or its template is missing. Messages are sent in ChatML, which it may not know. Use an instruct
+        model, or start the server with --chat-template.</p>`}
       <${Composer} conversationId=${conversation.id} isRunning=${state.isRunning} active=${active}
-        modalities=${shown.info.props?.modalities}
+        modalities=${shown.info.props?.modalities} used=${usedBy(conversation)} model=${state.model}
+        limit=${isUp(shown) ? shown.info.props?.default_generation_settings?.n_ctx : null}
         onSend=${send} onStop=${() => state.stop()} />
     </div>
     ${dialog === 'settings' && html`<${SettingsDialog} conversation=${conversation} server=${shown} onClose=${close}

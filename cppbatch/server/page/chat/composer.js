@@ -1,16 +1,20 @@
 // @ts-check
-// Where the next message is written, and images and audio are attached to it: chosen, pasted or dropped. onSend returns
+// Where the next message is written, and files are attached to it: chosen, pasted, or dropped anywhere on the tab. onSend returns
 // whether it has taken the message. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
 import {Button, html, lazy, toast, useEffect, useRef, useState} from '../components.js';
 
+const ContextMeter = lazy(() => import('./context_meter.js').then((module) => module.ContextMeter));
 const Media = lazy(() => import('./media_list.js').then((module) => module.Media));
 
-/** What the file field takes, '' for a model of text alone. */
-const acceptOf = (modalities) => [
+const TEXTS = 'text/*,application/json,.md,.csv,.tsv,.json,.jsonl,.yaml,.yml,.toml,.ini,.log,.xml,.tex,.py,.js,.ts,.tsx,.java,'
+  + '.c,.h,.cpp,.cs,.go,.rs,.rb,.php,.swift,.kt,.scala,.sh,.sql,.r,.lua,.diff,.patch';
+
+/** What the file field takes. */
+const acceptOf = (modalities) => [TEXTS,
   ...(modalities?.vision ? ['image/*'] : []), ...(modalities?.audio ? ['audio/wav', 'audio/mpeg', 'audio/flac'] : []),
 ].join(',');
 
-export function Composer({conversationId, isRunning, active, modalities, onSend, onStop}) {
+export function Composer({conversationId, isRunning, active, modalities, used, limit, model, onSend, onStop}) {
   const [text, setText] = useState('');
   const [media, setMedia] = useState([]);
   const [over, setOver] = useState(false);
@@ -26,6 +30,7 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
       try {
         const {readMedia} = await import('./attachments.js');
         const medium = await readMedia(file, modalities);
+        if (medium.kind === 'text' && limit) medium.tokens = await (await import('./context_meter.js')).tokensOf(medium.text, model);
         setMedia((now) => [...now, medium]);
       } catch (error) {
         toast(`${file.name || 'The file'} was not attached: ${error.message}.`, 'error');
@@ -33,6 +38,7 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
     }
     input.current?.focus();
   };
+  const written = [...media.flatMap(({text: file}) => file ?? []), text].join('\n');
   const send = (event) => {
     event.preventDefault();
     if (!(text.trim() || media.length) || !onSend(text.trim(), media)) return;
@@ -55,16 +61,21 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
     setOver(event.type === 'dragover');
     if (event.type === 'drop') attach([...event.dataTransfer.files]);
   };
+  useEffect(() => {
+    if (!active) return undefined;
+    const types = ['dragover', 'dragleave', 'drop'];
+    types.forEach((type) => addEventListener(type, onDrag));
+    return () => types.forEach((type) => removeEventListener(type, onDrag));
+  });
   const onChoose = ({target}) => {
     attach([...target.files]);
     target.value = '';
   };
-  return html`<form class=${`composer ${over ? 'over' : ''}`} onSubmit=${send}
-    onDragOver=${onDrag} onDragLeave=${onDrag} onDrop=${onDrag}>
+  return html`<form class=${`composer ${over ? 'over' : ''}`} onSubmit=${send}>
     ${media.length > 0 && html`<${Media} media=${media} onRemove=${(i) => setMedia(media.toSpliced(i, 1))} />`}
-    ${accept && html`<${Button} icon="attach" label="Attach images or audio" onClick=${() => chooser.current.click()} />
-      <input ref=${chooser} type="file" hidden multiple accept=${accept} aria-label="Files to attach"
-        onChange=${onChoose} />`}
+    <${Button} icon="attach" label="Attach files" onClick=${() => chooser.current.click()} />
+    <input ref=${chooser} type="file" hidden multiple accept=${accept} aria-label="Files to attach"
+      onChange=${onChoose} />
     <textarea ref=${input} rows="1" aria-label="Message" placeholder="Write a message" value=${text}
       aria-description=${isTouch ? undefined : 'Enter sends the message, Shift+Enter starts a new line'}
       onInput=${({target}) => setText(target.value)} onKeyDown=${onKeyDown} onPaste=${onPaste} />
@@ -72,5 +83,6 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
       ? html`<${Button} kind="primary" icon="stop" label="Stop" onClick=${onStop} />`
       : html`<${Button} kind="primary" icon="send" label="Send" type="submit"
         disabled=${!text.trim() && !media.length} />`}
+    ${limit && (text.trim() || media.length || used > 0) ? html`<${ContextMeter} text=${written} used=${used} limit=${limit} model=${model} />` : null}
   </form>`;
 }

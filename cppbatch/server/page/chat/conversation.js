@@ -3,7 +3,7 @@
 //
 // {id, title, created, changed, system, settings, tools, thinking, messages: {id: message}, chosen: {parent: child},
 //  saved: names this state of it in the browser's storage}
-// message: {id, parent, role, content, media: [{kind: 'image' | 'audio', name, url}], reasoning, calls, callId, stats, finish, error}. parent of the first: 'root'.
+// message: {id, parent, role, content, media: [{kind: 'image' | 'audio', name, url} or {kind: 'text', name, text}], reasoning, calls, callId, stats, finish, error}. parent of the first: 'root'.
 // Versions of a message are the children of one parent: an edit or another answer adds one.
 
 export const ROOT = 'root';
@@ -102,7 +102,16 @@ export function requestMessages(conversation, id) {
   return [...system, ...path.map(requestMessage)];
 }
 
-function requestMessage({role, content, media, calls, callId}) {
+/** A file as a part of a prompt: its name, and its text in a fence that the text does not end. */
+export function fenced({name, text}) {
+  const fence = '`'.repeat(Math.max(3, ...(text.match(/`+/g) ?? []).map((run) => run.length + 1)));
+  return `${name}:\n${fence}${/\.(\w+)$/.exec(name)?.[1] ?? ''}\n${text.replace(/\n$/, '')}\n${fence}`;
+}
+
+function requestMessage({role, content: written, media: all, calls, callId}) {
+  const files = (all ?? []).filter(({kind}) => kind === 'text').map(fenced);
+  const media = all?.filter(({kind}) => kind !== 'text');
+  const content = [...files, ...(written || !files.length ? [written] : [])].join('\n\n');
   if (media?.length) return {role, content: [...media.map(partOf), ...(content ? [{type: 'text', text: content}] : [])]};
   if (role === 'tool') return {role, content, tool_call_id: callId};
   if (!calls?.length) return {role, content};
@@ -134,8 +143,8 @@ function contentOf(content) {
   return {content: texts.join('\n'), media};
 }
 
-const isMedium = ({kind, name, url}) => typeof name === 'string'
-  && (kind === 'image' ? url.startsWith('data:image/') : kind === 'audio' && AUDIO_URL.test(url));
+const isMedium = ({kind, name, url, text}) => typeof name === 'string'
+  && (kind === 'text' ? typeof text === 'string' : kind === 'image' ? url.startsWith('data:image/') : kind === 'audio' && AUDIO_URL.test(url));
 
 function titleOf({role, content, media}) {
   const line = role === 'user' ? content.trim().split('\n')[0] || media?.[0]?.name || '' : '';
@@ -146,7 +155,7 @@ export function toMarkdown(conversation) {
   const names = {user: 'You', assistant: 'Assistant', tool: 'Tool result'};
   const part = ({role, content, media, reasoning, calls}) => [
     `## ${names[role]}`,
-    ...(media ?? []).map(({kind, name}) => `(${kind}: ${name})`),
+    ...(media ?? []).map((medium) => (medium.kind === 'text' ? fenced(medium) : `(${medium.kind}: ${medium.name})`)),
     ...(reasoning ? [`> ${reasoning.trim().replaceAll('\n', '\n> ')}`] : []),
     ...(content ? [content.trim()] : []),
     ...(calls ?? []).map(({name, args}) => `\`\`\`json\n${JSON.stringify({name, arguments: args})}\n\`\`\``),

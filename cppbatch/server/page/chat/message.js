@@ -1,10 +1,11 @@
 // @ts-check
 // One message: its text, thoughts, tool calls, figures, and what can be done with it.
-import {Button, CopyButton, Icon, Notice, html, useEffect, useRef, useState} from '../components.js';
+import {request} from '../api.js';
+import {Button, CopyButton, Icon, Notice, html, useEffect, usePolling, useRef, useState} from '../components.js';
 import {count, percent, plural, rate, seconds} from '../format.js';
 import {Markdown} from '../markdown.js';
 import {Media} from './media_list.js';
-import {adviceOf} from './answer.js';
+import {adviceOf, isTooLong} from './answer.js';
 
 const NAMES = {user: 'You', assistant: 'Assistant', tool: 'Tool result'};
 
@@ -65,11 +66,28 @@ function Stats({stats}) {
     prompt tokens, and prompt tokens taken from the prefix cache">${parts.join(' · ')}</span>`;
 }
 
-function Waiting({progress}) {
-  const read = progress && progress.processed < progress.total
-    ? `Processing the prompt: ${percent(progress.processed / progress.total)} of ${plural(progress.total, 'token')}`
-    : 'Waiting for the first token';
-  return html`<p class="muted waiting">${read} …</p>`;
+const POLL_MS = 1000;
+
+/** How far the loading of a model is, null if it is not loading. model: of several; health: of a server with one. */
+function useLoading(model, health) {
+  const [loading, setLoading] = useState(null);
+  usePolling(async () => {
+    const {data} = await request('/v1/models').catch(() => ({data: []}));
+    const status = data.find(({id, aliases}) => id === model || aliases?.includes(model))?.status;
+    setLoading(status?.value === 'loading' ? status.progress ?? 0 : null);
+    return POLL_MS;
+  }, Boolean(model), [model]);
+  return health?.status === 'loading' ? health.progress : loading;
+}
+
+function Waiting({progress, model, health}) {
+  const loading = useLoading(progress ? null : model, health);
+  let text = 'Waiting for the first token';
+  if (!progress && loading !== null) text = `Loading ${model ?? 'the model'}: ${percent(loading)}`;
+  else if (progress && progress.processed < progress.total) {
+    text = `Processing the prompt: ${percent(progress.processed / progress.total)} of ${plural(progress.total, 'token')}`;
+  }
+  return html`<p class="muted waiting">${text} …</p>`;
 }
 
 /** What ended an answer too early, with the way to go on. */
@@ -78,7 +96,9 @@ function Ending({message, isLast, actions, health}) {
   const goOn = message.content && !message.calls?.length && isLast
     && html`<${Button} onClick=${() => actions.continue(message)}>Continue<//>`;
   if (message.error) {
-    return html`<${Notice} kind="error">${adviceOf(message.error, health)}
+    return html`<${Notice} kind="error">${adviceOf(message.error, health, message.content)}
+      ${isTooLong(message.error) && html`<details class="small"><summary>What the server says</summary>
+        <p>${message.error.message}</p></details>`}
       <div class="row">${again}${goOn}</div><//>`;
   }
   const cut = {length: 'Reached the maximum number of tokens.', stopped: 'Stopped.', null: 'Interrupted.'}[message.finish];
@@ -113,7 +133,7 @@ function Versions({at, of, message, actions}) {
 }
 
 /** Props: message; at, of: which of its versions; isRunning: it is being streamed; isBusy: this one or another is. */
-export function Message({message, at, of, isLast, isRunning, isBusy, actions, health}) {
+export function Message({message, at, of, isLast, isRunning, isBusy, actions, health, model}) {
   const [isEdited, setEdited] = useState(false);
   const {role, content, reasoning, calls} = message;
   const isAnswer = role === 'assistant';
@@ -131,7 +151,7 @@ export function Message({message, at, of, isLast, isRunning, isBusy, actions, he
           ${content && html`<p class=${role === 'tool' ? 'plain mono' : 'plain'}>${content}</p>`}`}
       ${calls?.length > 0 && html`<${Calls} calls=${calls}
         onResults=${isLast && !isBusy ? (results) => actions.sendResults(message.id, results) : null} />`}
-      ${isRunning && isEmpty && html`<${Waiting} progress=${message.progress} />`}
+      ${isRunning && isEmpty && html`<${Waiting} progress=${message.progress} model=${model} health=${health} />`}
       ${!isRunning && isAnswer && html`<${Ending} message=${message} isLast=${isLast} actions=${actions}
         health=${health} />`}
     </div>`}

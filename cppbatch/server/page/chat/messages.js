@@ -70,7 +70,7 @@ function Spoken({message, isRunning}) {
   return html`<div class="hidden-text" aria-live="polite">${text}</div>`;
 }
 
-export function Messages({conversation, actions, health, running}) {
+export function Messages({conversation, actions, health, model, running}) {
   const path = pathOf(conversation);
   const last = path.at(-1);
   const {ref, isAtEnd, toEnd} = useFollow(conversation);
@@ -79,7 +79,8 @@ export function Messages({conversation, actions, health, running}) {
         const versions = versionsOf(conversation, message.parent);
         return html`<${Unchanged} key=${message.id} message=${message} actions=${actions}
           at=${versions.indexOf(message)} of=${versions.length} isLast=${message === last}
-          isRunning=${message.id === running} isBusy=${Boolean(running)} health=${message.error ? health : null} />`;
+          isRunning=${message.id === running} isBusy=${Boolean(running)} health=${message.error || message.id === running ? health : null}
+          model=${message.id === running ? model : null} />`;
       })}</div>
       ${!isAtEnd && html`<${Button} icon="down" class="to-end" label="Scroll to end" onClick=${toEnd} />`}
     </div>

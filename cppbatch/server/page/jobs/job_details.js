@@ -93,6 +93,15 @@ function Results({results, rows}) {
     ${results.length > shown && html`<div><${Button} onClick=${() => setShown(shown + SHOWN)}>Show more<//></div>`}`;
 }
 
+/** The sampling settings of a job, by their names: what it was started with, as JSON. */
+function settingsOf({settings, ...others}) {
+  try {
+    return {...others, ...JSON.parse(settings ?? '{}')};
+  } catch {
+    return {...others, settings}; // cut off by the limit of metadata, or of another program
+  }
+}
+
 function Facts({job: {created_at, model, endpoint, usage, metadata, status}, rate}) {
   const facts = {
     created: dateTime(created_at),
@@ -101,10 +110,10 @@ function Facts({job: {created_at, model, endpoint, usage, metadata, status}, rat
     speed: status === 'in_progress' && rate?.value > 0 && perSecond(rate.value, 'lines/s'),
     'prompt tokens': `${count(usage.input_tokens)}, ${count(usage.input_tokens_details.cached_tokens)} cached`,
     'answer tokens': count(usage.output_tokens),
-    ...metadata,
+    ...settingsOf(metadata ?? {}),
   };
-  return html`<dl class="fields facts">${Object.entries(facts).map(([term, value]) => value
-    && html`<div><dt>${term.replace('_', ' ')}</dt><dd>${value}</dd></div>`)}</dl>`;
+  return html`<dl class="fields facts">${Object.entries(facts).map(([term, value]) => (value || value === 0)
+    && html`<div><dt>${term.replaceAll('_', ' ')}</dt><dd>${textOf(value)}</dd></div>`)}</dl>`;
 }
 
 /** onChange: called when the job was changed here. */

@@ -3,7 +3,7 @@ import {request} from '../api.js';
 import {Button, Field, Icon, Notice, Progress, Table, html, toast, useEffect, useRef, useState} from '../components.js';
 import {bytes, count, plural} from '../format.js';
 import {DEFAULT_MAX_TOKENS, SamplingForm, defaultsOf, requestFields} from '../sampling_form.js';
-import {kindOf} from './records.js';
+import {kindOf, refusalOf} from './records.js';
 import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, peek, promptOf} from './requests.js';
 
 const WINDOW = '30d';
@@ -66,7 +66,8 @@ function Settings({settings, columns, kind, server, onChange}) {
     ${kind !== 'text' && html`<${Field} label="Column that identifies the results"><select ...${bound('id_column')}>
       <option value="">custom_id, id or the line number</option>
       ${columns.map((name) => html`<option value=${name}>${name}</option>`)}</select><//>`}
-    <div class="whole"><${Field} label="Template" help=${`Columns: ${names}. Write {{ and }} for braces.`}>
+    <div class="whole"><${Field} label="Template"
+      help=${`${names && `Columns: ${names}. `}Write {{ and }} for braces.`}>
       <textarea rows="2" ...${bound('template')}></textarea><//></div>
     ${settings.endpoint === CHAT && html`<div class="whole"><${Field} label="System prompt"><textarea rows="2"
       ...${bound('system')}></textarea><//></div>`}
@@ -101,6 +102,7 @@ export function JobForm({server, onStarted}) {
   const [check, setCheck] = useState({});
   const [starting, setStarting] = useState(false);
   const [failure, setFailure] = useState('');
+  const [refused, setRefused] = useState([]);
   const latest = useRef(0); // counts the checks: an older one ends
 
   const open = async (next) => {
@@ -117,8 +119,20 @@ export function JobForm({server, onStarted}) {
   };
   const take = async ([file, ...others]) => {
     setWaiting(others);
-    open(file ? {name: file.name, blob: file, kind: kindOf(file.name, await file.slice(0, 4096).text())} : null);
+    const start = await file?.slice(0, 4096).text();
+    const why = file && refusalOf(file.name, start);
+    if (why) {
+      setRefused((now) => [...now, `${file.name} was refused: ${why}.`]);
+      return take(others);
+    }
+    return open(file ? {name: file.name, blob: file, kind: kindOf(file.name, start)} : null);
   };
+  const choose = (files) => {
+    setRefused([]);
+    take(files);
+  };
+  const refusals = refused.length > 0 && html`<${Notice} kind="error" onClose=${() => setRefused([])}>
+    ${refused.map((text) => html`<p>${text}</p>`)}<//>`;
 
   const isBare = server.info.props?.has_chat_template === false; // its prompts are texts, as in `cppbatch batch`
   useEffect(() => {
@@ -157,11 +171,11 @@ export function JobForm({server, onStarted}) {
     setStarting(false);
   };
 
-  if (!source) return html`<${Chooser} onFiles=${take} />`;
+  if (!source) return html`${refusals}<${Chooser} onFiles=${choose} />`;
   const {good = 0, bad = 0, wrong = [], previews = [], problem, isRunning} = check;
   const counts = `${plural(good, 'line')} ready, ${count(bad)} invalid${bad ? ' and skipped' : ''}`;
   const isReady = found && !isRunning && !problem;
-  return html`<section class="card stack" aria-label="New job">
+  return html`${refusals}<section class="card stack" aria-label="New job">
     <div class="row"><h2 class="grow name">${source.name}</h2>
       <span class="muted">${bytes(source.blob.size)}</span></div>
     <${Field} label="Format"><select value=${source.kind}
@@ -181,7 +195,7 @@ export function JobForm({server, onStarted}) {
       onEdit=${(line, text) => setEdits(new Map([...edits, [line, text]]))} />`}
     ${failure && html`<${Notice} kind="error">The job was not started: ${failure}<//>`}
     <div class="row"><${Button} kind="primary" icon="send" busy=${starting} disabled=${starting || !isReady || !good}
-        onClick=${start}>${starting ? 'Uploading…' : `Start ${plural(good, 'line')}`}<//>
+        onClick=${start}>${starting ? 'Uploading…' : good ? `Start ${plural(good, 'line')}` : 'Start'}<//>
       ${waiting.length > 0 && html`<${Button} onClick=${() => take(waiting)}>Skip this file<//>`}
       <${Button} onClick=${() => take([])}>Back<//></div>
     ${waiting.length > 0 && html`<p class="muted">${plural(waiting.length, 'more file')} to check: ${names(waiting)}</p>`}

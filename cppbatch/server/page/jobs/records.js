@@ -5,12 +5,23 @@ const MAX_HELD = 5000; // lines of a record of a table
 const SLICE = 1 << 19; // bytes read at once: a few milliseconds of work
 const KINDS = {jsonl: 'jsonl', ndjson: 'jsonl', json: 'jsonl', csv: 'csv', tsv: 'tsv', txt: 'text'};
 
+const extensionOf = (name) => name.split('.').pop().toLowerCase();
+
+/** Why a file is refused as a whole, null if it is not. start: its first characters, decoded as UTF-8. */
+export function refusalOf(name, start) {
+  const extension = extensionOf(name);
+  const isKnown = Object.hasOwn(KINDS, extension) || extension === name.toLowerCase();
+  if (!start.includes('\0') && (isKnown || !start.includes('\ufffd'))) return null;
+  return isKnown ? 'it is not UTF-8 text; save it as UTF-8'
+    : `unknown input format '.${extension}'; the extension must be one of ${Object.keys(KINDS).map((each) => `.${each}`).join(', ')}`;
+}
+
 /** The kind of a file by the end of its name, else by how it begins: jsonl, csv, tsv or text. */
 export function kindOf(name, start) {
   const [header] = start.trimStart().split('\n', 1);
   const guess = /^[{"[]/.test(header) ? 'jsonl' : header.includes('\t') ? 'tsv'
     : /^[^\s,;]+([,;][^\s,;]+)+\s*$/.test(header) ? 'csv' : 'text';
-  return KINDS[name.split('.').pop().toLowerCase()] ?? guess;
+  return KINDS[extensionOf(name)] ?? guess;
 }
 
 /** The lines of a blob, in groups. A byte order mark and line ends are left out. Other work runs between two groups. */

@@ -1,4 +1,4 @@
-// Follows a stream, and opens it again when it breaks or is silent. No DOM.
+// Follows a stream, and opens it again when it breaks or is silent.
 
 const PAUSES = [0.5, 1, 2, 4, 8]; // seconds before the next try, by tries that failed in a row
 
@@ -45,4 +45,19 @@ export async function follow({open, silence, onEvent, onState, pauses = PAUSES},
       signal.addEventListener('abort', () => resolve(clearTimeout(wait)), {once: true});
     });
   }
+}
+
+/** Runs `start(signal)` while the page can be seen. Returns the function that ends it. */
+export function whileVisible(start) {
+  let controller = null;
+  const update = () => {
+    controller?.abort();
+    if (!document.hidden) start((controller = new AbortController()).signal);
+  };
+  update();
+  document.addEventListener('visibilitychange', update);
+  return () => {
+    document.removeEventListener('visibilitychange', update);
+    controller?.abort();
+  };
 }

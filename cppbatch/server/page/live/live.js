@@ -3,7 +3,7 @@ import {events} from '../api.js';
 import {Button, Notice, html, stylesheet, useEffect, useMemo, useRef, useState} from '../components.js';
 import {count, fixed, percent, rate, seconds} from '../format.js';
 import {Chart} from './chart.js';
-import {follow} from './follow.js';
+import {follow, whileVisible} from './follow.js';
 import {LiveHistory, PHASES} from './live_history.js';
 import {NothingRuns} from './sample_requests.js';
 import {WorkerLine, WorkerView} from './worker_view.js';
@@ -60,8 +60,8 @@ export function Live({server, active}) {
   }), [active]);
 
   const {message, pause} = connection;
-  const problem = message && html`<${Notice} kind="error">${pause ? html`<b>Lost the server.</b> ${message}
-    Retrying in ${seconds(pause)}. Showing the last known state.` : `GET /live: ${message}`}<//>`;
+  const problem = message && html`<${Notice} kind="error">${pause ? html`<b>Lost the server.</b> ${
+    `${message} Retrying in ${seconds(pause)}. Showing the last known state.`}` : `GET /live: ${message}`}<//>`;
   if (!view) return html`<div class="live-page">${problem}</div>`;
   const {snapshot: {workers, batches}, samples, idle} = view;
   return html`<div class=${`live-page ${problem && 'gone'}`}>
@@ -86,32 +86,19 @@ function Charts({samples}) {
   </div></section>`, [samples, ago]);
 }
 
-/** Runs `start(signal)` while the page can be seen. Returns the function that ends it. */
-function whileVisible(start) {
-  let controller = null;
-  const update = () => {
-    controller?.abort();
-    if (!document.hidden) start((controller = new AbortController()).signal);
-  };
-  update();
-  document.addEventListener('visibilitychange', update);
-  return () => {
-    document.removeEventListener('visibilitychange', update);
-    controller?.abort();
-  };
-}
-
+const IDEAL = 'Of the last minute: the time that its tokens need at least on this machine, as a share of the time they took';
 const mean = (values) => values.reduce((total, each) => total + each, 0) / values.length;
 
 function Figures({workers, batches, last}) {
   const engines = workers.flatMap(({engine}) => engine ?? []);
   const sum = (of) => engines.reduce((total, engine) => total + of(engine), 0);
+  const isIdle = !sum(({rows, waiting}) => rows.length + waiting);
   return html`<dl>${[
     ['running', `${sum(({rows}) => rows.length)} of ${sum(({n_parallel}) => n_parallel)}`],
     ['waiting', count(sum(({waiting}) => waiting))],
     ['generated', rate(last.generated)],
-    ['of ideal', percent(mean(engines.flatMap(({of_ideal}) => of_ideal ?? [])))],
+    ['of ideal speed', isIdle ? '–' : percent(mean(engines.flatMap(({of_ideal}) => of_ideal ?? []))), IDEAL],
     ['KV cells used', percent(sum(({cells}) => cells.used) / sum(({cells}) => cells.total))],
     ...batches.map(({completed, total}) => ['lines of a job', `${count(completed)} of ${count(total)}`]),
-  ].map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+  ].map(([name, value, title]) => html`<div title=${title}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }

@@ -9,13 +9,19 @@ const COLUMNS = ['Sequence', 'State', 'Tokens of maximum', 'Tokens/s', 'Acceptan
 const SHOWN = 10; // of the queue
 const NEWS = 60; // seconds for which a restart is told
 
+/** The server counts a request from its arrival to its end; the engine has it between the tokeniser and its last token. */
+function requestsText(n, engine) {
+  const outside = engine ? n - engine.rows.length - engine.waiting : 0;
+  return plural(n, 'unfinished request') + (outside > 0 ? ` (${count(outside)} being tokenised or finished)` : '');
+}
+
 /** A worker in a line: who it is and how it is. */
 export function WorkerLine({worker, restarted}) {
-  const {name, pid, device, health: {status, error}, in_flight, restarts, draining, age} = worker;
+  const {name, pid, device, health: {status, error}, in_flight, restarts, draining, age, engine} = worker;
   const kind = {ok: 'ok', sleeping: 'ok', failed: 'error', closed: 'error'}[status] ?? 'warning';
   const news = status === 'restarting' ? ' is restarting: its requests continue'
     : restarted < NEWS && ` restarted ${Math.round(restarted)} s ago: its requests continue`;
-  const facts = [pid && `pid ${pid}`, device !== null && `GPU ${device}`, plural(in_flight, 'unfinished request'),
+  const facts = [pid && `pid ${pid}`, device !== null && `GPU ${device}`, requestsText(in_flight, engine),
     restarts > 0 && plural(restarts, 'restart'), draining && 'draining: no new requests',
     in_flight > 0 && age > 1.5 && `in a step for ${seconds(age)}`, error];
   return html`<li><${Badge} kind=${kind}>${status}<//> <b>worker ${name}${news}</b>

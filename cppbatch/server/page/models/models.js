@@ -1,13 +1,15 @@
 // The Models tab: what is loaded, what else the server has, whether it would fit into memory; load and unload.
-import {request} from '../api.js';
+import {events, request} from '../api.js';
 import {
-  Badge, Button, EmptyState, Notice, Progress, Table, html, stylesheet, toast, useCallback, useEffect, useState,
+  Badge, Button, EmptyState, Notice, Progress, Table, html, stylesheet, toast, useCallback, useEffect, useRef,
+  useState,
 } from '../components.js';
 import {bytes, count, percent, plural, short} from '../format.js';
+import {follow, whileVisible} from '../live/follow.js';
 
 await stylesheet(import.meta.url, 'models.css');
 
-const POLL_MS = 2000;
+const SILENCE = 40; // seconds: the stream of states has a comment every 15
 const CHANGING = ['loading', 'unloading'];
 const KINDS = {loaded: 'ok', loading: 'warning', unloading: 'warning', sleeping: 'ok', failed: 'error'};
 const HELP = {
@@ -54,30 +56,44 @@ function Memory({model}) {
   return model.fit === '?' ? 'unknown' : model.fit.replace('with smaller -np -c', 'fits with fewer sequences');
 }
 
-function useModels(active) {
+/** The models with their states: those of the page at first, then read again whenever a state has changed. */
+function useModels(active, {models: known, props}) {
   const [state, setState] = useState({models: null, free: null, error: null});
-  const read = useCallback((query = '') => request(`/v1/models${query}`)
-    .then(({data, free_memory: free}) => setState((last) => {
-      const before = (model) => last.models?.find((each) => each.id === model.id)?.fit;
-      const models = data.map((model) => ({status: {value: 'loaded'}, ...model, fit: model.fit ?? before(model)}));
+  const counter = useRef({begun: 0, shown: 0});
+  const read = useCallback((query = '') => {
+    const mine = ++counter.current.begun;
+    return request(`/v1/models${query}`).then(({data, free_memory: free}) => setState((last) => {
+      const isOld = mine < counter.current.shown; // whether a model fits takes seconds to say: states may have changed
+      counter.current.shown = Math.max(mine, counter.current.shown);
+      const find = (models, model) => models?.find((each) => each.id === model.id);
+      const models = (isOld ? last.models : data).map((model) =>
+        ({status: {value: 'loaded'}, ...model, fit: (isOld ? find(data, model)?.fit : model.fit) ?? find(last.models, model)?.fit}));
       return {models, free: free ?? last.free, error: null};
-    }))
-    .catch((error) => setState((last) => ({...last, error}))), []);
+    })).catch((error) => setState((last) => ({...last, error})));
+  }, []);
   const settled = (state.models ?? []).map((model) => `${model.id} ${CHANGING.includes(model.status.value)
     ? '' : model.status.value}`).join('\n');
+  useEffect(() => { if (active) read(); }, [active]);
+  useEffect(() => { if (active && state.models) read('?fit=true'); }, [active, settled]);
   useEffect(() => {
-    if (active) read('?fit=true');
-  }, [active, settled]);
-  useEffect(() => {
-    if (!active) return undefined;
-    const timer = setInterval(() => { if (!document.hidden) read(); }, POLL_MS);
-    return () => clearInterval(timer);
-  }, [active]);
-  return {...state, read};
+    if (!active || props?.role !== 'router') return undefined;
+    return whileVisible((signal) => {
+      const open = (inner, onAlive) => {
+        read();
+        return events('/models/sse', {signal: inner, onAlive});
+      };
+      follow({open, silence: () => SILENCE, onEvent: () => read(), onState: () => {}}, signal);
+    });
+  }, [active, props?.role]);
+  const models = state.models ?? known?.map((model) => ({status: {value: 'loaded'}, ...model}));
+  return {...state, models, read};
 }
 
+const Skeleton = () => html`<div class="page models" aria-busy="true"><p class="hidden-text" role="status">Reading the models</p>
+  ${[0, 1, 2].map((i) => html`<div key=${i} class="card skeleton"></div>`)}</div>`;
+
 export function Models({active, server}) {
-  const {models, free, error, read} = useModels(active);
+  const {models, free, error, read} = useModels(active, server.info);
   const isRouter = server.info.props?.role === 'router';
   const change = async (model, action) => {
     try {
@@ -88,7 +104,7 @@ export function Models({active, server}) {
     }
   };
   const reload = () => read('?reload=true&fit=true');
-  if (!models) return error && html`<${Notice} kind="error">${error.message}<//>`;
+  if (!models) return error ? html`<${Notice} kind="error">${error.message}<//>` : html`<${Skeleton} />`;
   const columns = [
     {key: 'id', label: 'Model', render: (model) => html`<${Name} model=${model} />`},
     {key: 'status', label: 'State', render: (model) => html`<${State} model=${model} />`},
@@ -96,10 +112,11 @@ export function Models({active, server}) {
     {key: 'context', label: 'At once', render: (model) => html`<${Context} meta=${model.meta} />`},
     ...(isRouter ? [
       {key: 'memory', label: 'Memory', render: (model) => html`<${Memory} model=${model} />`},
-      {key: 'action', label: 'Action', render: (model) => (isHere(model) || model.status.value === 'loading'
-        ? html`<${Button} label=${`Unload ${model.id}`} onClick=${() => change(model, 'unload')}>Unload<//>`
-        : html`<${Button} label=${`Load ${model.id}`} disabled=${CHANGING.includes(model.status.value)}
-            onClick=${() => change(model, 'load')}>${isFailed(model) ? 'Try again' : 'Load'}<//>`)},
+      {key: 'action', label: 'Action', render: (model) => model.status.value !== 'unloading'
+        && (isHere(model) || model.status.value === 'loading'
+          ? html`<${Button} label=${`Unload ${model.id}`} onClick=${() => change(model, 'unload')}>Unload<//>`
+          : html`<${Button} label=${`Load ${model.id}`}
+              onClick=${() => change(model, 'load')}>${isFailed(model) ? 'Try again' : 'Load'}<//>`)},
     ] : []),
   ];
   return html`<div class="page models stack">
