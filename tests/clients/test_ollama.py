@@ -222,7 +222,7 @@ def test_errors_are_the_clients_own(server: Serving, folder_server: Serving) -> 
         (lambda: client_of(server, "wrong").list(), 401),
         (lambda: client_of(server).chat(MODEL, ASK, options={"top_p": 7}), 400),
         (lambda: client_of(server).chat(MODEL, ASK, think=True), 400),
-        (lambda: client_of(server).push(MODEL), 501),
+        (lambda: client_of(server).push(MODEL), 400),
         (lambda: client_of(folder_server).chat("missing", ASK), 404),
         (lambda: client_of(folder_server).show("missing"), 404),
         (lambda: client_of(folder_server).pull("missing"), 404),

@@ -129,8 +129,8 @@ async def test_a_copy_is_another_name_until_it_is_deleted(folder: Path) -> None:
         ("/api/copy", {"source": "nothing", "destination": "x"}, 404, "model 'nothing' not found"),
         ("/api/copy", {"source": "base", "destination": "-x"}, 400, "destination: is '-x'"),
         ("/api/pull", {"model": "no-such-model"}, 404, "model 'no-such-model' not found: it is neither"),
-        ("/api/push", {"model": "base"}, 501, "models cannot be pushed"),
-        ("/api/blobs/sha256:12", {}, 501, "files cannot be uploaded"),
+        ("/api/push", {"model": "base"}, 400, "model: cannot be pushed"),
+        ("/api/blobs/sha256:12", {}, 400, "digest: is refused: files cannot be uploaded"),
     ],
 )
 async def test_what_cannot_be_done_is_one_sentence(

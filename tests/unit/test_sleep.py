@@ -210,3 +210,25 @@ async def test_an_engine_process_refuses_the_same_times(workers: list[Worker], n
     with pytest.raises(ConfigError, match=f"^{name} is"):
         EngineProcess("tiny.gguf", **times)
     assert not workers
+
+
+async def test_a_client_says_once_how_long_an_idle_worker_stays(workers: list[Worker]) -> None:
+    its = Run(sleep_idle_seconds=-1)
+    try:
+        await until(lambda: its.status == "ok")
+        request = its.add_request()
+        its.supervisor.sleep_after(0)
+        await asyncio.sleep(3 * IDLE_SECONDS)
+        assert its.status == "ok", "it has a request"
+        its.listener.requests.remove(request)
+        await until(lambda: its.status == "sleeping")
+        its.listener.requests.remove(its.add_request())
+        await until(lambda: its.status == "ok")
+        await asyncio.sleep(supervisor._LEAST_IDLE_S + 2 * IDLE_SECONDS)
+        assert its.status == "ok", "from then on it stays as it was started to"
+        its.supervisor.sleep_after(IDLE_SECONDS)
+        its.supervisor.sleep_after(None)
+        await asyncio.sleep(supervisor._LEAST_IDLE_S + 2 * IDLE_SECONDS)
+        assert its.status == "ok"
+    finally:
+        its.task.cancel()

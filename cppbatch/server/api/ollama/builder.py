@@ -18,11 +18,14 @@ from cppbatch.server.api.ollama.fields import keep_alive_of, name_of
 from cppbatch.server.api.ollama.types import DoneFields, DoneReason, GenerationFields, ModelFields
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.http.api_errors import OllamaErrorResponse, api_error, ollama_error
+from cppbatch.server.http.endpoint import GENERATION_ERRORS
 from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import MODELS, ModelLease, lease_model
 
 ERRORS: Json = {"error": OllamaErrorResponse, "unavailable": OllamaErrorResponse}
 """The error type of all routes, for `Routes`."""
+STATUSES = (*GENERATION_ERRORS, 409)
+"""The error statuses of routes that use the engine: 409 if the only model cannot be unloaded."""
 _NS = 1_000_000_000
 
 

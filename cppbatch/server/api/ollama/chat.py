@@ -12,7 +12,7 @@ from cppbatch.engine.media.sources import source_of_data
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.response import ContentBlock, ContentBlocks, Json, PreparedRequest, respond
-from cppbatch.server.api.ollama.builder import ERRORS, KeptLease, OllamaBuilder, load_or_unload, timestamp
+from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, OllamaBuilder, load_or_unload, timestamp
 from cppbatch.server.api.ollama.fields import sampling_of, schema_of, thinking_variables
 from cppbatch.server.api.ollama.truncation import prepare_within_context
 from cppbatch.server.api.ollama.types import (
@@ -33,7 +33,7 @@ from cppbatch.server.models.serving import PreparedTurn
 routes = Routes()
 
 
-@routes.post("/api/chat", OllamaChatResponse, OllamaChatRequest, lines=True, **ERRORS)
+@routes.post("/api/chat", OllamaChatResponse, OllamaChatRequest, STATUSES, lines=True, **ERRORS)
 async def chat(request: web.Request) -> web.StreamResponse:
     """Generate the next message of a conversation, in Ollama's API; without messages, load or unload the model."""
     body = await read_json(request, OllamaChatRequest)

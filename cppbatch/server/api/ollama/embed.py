@@ -7,7 +7,7 @@ from aiohttp import web
 from cppbatch.engine.embeddings import normalise_vectors
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.answer.response import PreparedRequest, respond
-from cppbatch.server.api.ollama.builder import ERRORS, KeptLease, load_or_unload, nanoseconds
+from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, load_or_unload, nanoseconds
 from cppbatch.server.api.ollama.types import (
     OllamaEmbeddingsRequest,
     OllamaEmbeddingsResponse,
@@ -24,7 +24,7 @@ from cppbatch.server.models.serving import Prompt, Serving
 routes = Routes()
 
 
-@routes.post("/api/embed", OllamaEmbedResponse, OllamaEmbedRequest, **ERRORS)
+@routes.post("/api/embed", OllamaEmbedResponse, OllamaEmbedRequest, STATUSES, **ERRORS)
 async def embed(request: web.Request) -> web.StreamResponse:
     """Compute an embedding for each text, in Ollama's API; without texts, load or unload the model."""
     body = await read_json(request, OllamaEmbedRequest)
@@ -40,7 +40,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
         )
 
 
-@routes.post("/api/embeddings", OllamaEmbeddingsResponse, OllamaEmbeddingsRequest, **ERRORS)
+@routes.post("/api/embeddings", OllamaEmbeddingsResponse, OllamaEmbeddingsRequest, STATUSES, **ERRORS)
 async def embeddings(request: web.Request) -> web.StreamResponse:
     """Compute the embedding of one text, in Ollama's older API; without a text, load or unload the model."""
     body = await read_json(request, OllamaEmbeddingsRequest)

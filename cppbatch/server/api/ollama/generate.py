@@ -14,7 +14,7 @@ from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.response import Json, PreparedRequest, respond
-from cppbatch.server.api.ollama.builder import ERRORS, KeptLease, OllamaBuilder, load_or_unload, timestamp
+from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, OllamaBuilder, load_or_unload, timestamp
 from cppbatch.server.api.ollama.chat import content_of
 from cppbatch.server.api.ollama.fields import Options, sampling_of, schema_of, thinking_variables
 from cppbatch.server.api.ollama.types import DoneFields, OllamaGenerateRequest, OllamaGenerateResponse
@@ -28,7 +28,7 @@ from cppbatch.server.models.serving import Serving, new_id
 routes = Routes()
 
 
-@routes.post("/api/generate", OllamaGenerateResponse, OllamaGenerateRequest, lines=True, **ERRORS)
+@routes.post("/api/generate", OllamaGenerateResponse, OllamaGenerateRequest, STATUSES, lines=True, **ERRORS)
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer or complete one prompt, in Ollama's API; without a prompt, load or unload the model."""
     body = await read_json(request, OllamaGenerateRequest)

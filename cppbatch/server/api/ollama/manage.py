@@ -27,7 +27,7 @@ from cppbatch.server.api.ollama.types import Json
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.sampling import SamplingFields
-from cppbatch.server.http.api_errors import ModelNotFound, SwitchedOff, api_error, json_response, ollama_error
+from cppbatch.server.http.api_errors import ModelNotFound, api_error, json_response, ollama_error
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import LINES, STREAM_HEADERS, ServerSentEvent
 from cppbatch.server.models.created import CreatedModel
@@ -325,13 +325,15 @@ async def _respond_with_progress(
 # --- not supported --------------------------------------------------------------------------------------------------
 
 
-@routes.post("/api/push", ProgressResponse, PullRequest, (401, 501), **ERRORS)
+@routes.post("/api/push", ProgressResponse, PullRequest, (400, 401, 413, 429, 503), **ERRORS)
 async def push(_request: web.Request) -> web.Response:
-    """Not supported: models are not published; answers 501."""
-    raise SwitchedOff("models cannot be pushed: upload the GGUF file to the Hugging Face hub")
+    """Not supported: models are not published; always refused."""
+    raise InvalidRequest("model", "cannot be pushed; upload its GGUF file to the Hugging Face hub")
 
 
-@routes.post("/api/blobs/{digest}", ProgressResponse, None, (401, 501), **ERRORS)
+@routes.post("/api/blobs/{digest}", ProgressResponse, None, (400, 401, 413, 429, 503), **ERRORS)
 async def blob(_request: web.Request) -> web.Response:
-    """Not supported: files are not uploaded; answers 501."""
-    raise SwitchedOff("files cannot be uploaded: put the GGUF file into the models folder of the server, or pull it")
+    """Not supported: files are not uploaded; always refused."""
+    raise InvalidRequest(
+        "digest", "is refused: files cannot be uploaded; put the GGUF file into the models folder, or pull it"
+    )
