@@ -188,10 +188,9 @@ def sampling_default_options(command: Command) -> Command:
         sampling = _pop_given(arguments, (*PARAMS, *_GRAMMAR_NAMES, "stop"))
         if arguments.pop("shows_special"):
             sampling["skip_special_tokens"] = False
-        if arguments.pop("escapes"):
-            for name in ("stop", "dry_sequence_breakers"):
-                if name in sampling:
-                    sampling[name] = [_unescape(text) for text in sampling[name]]
+        read = _unescape if arguments.pop("escapes") else str
+        for name in {"stop", "dry_sequence_breakers"} & sampling.keys():
+            sampling[name] = [read(text) for text in sampling[name]]
         if n_predict is not None:
             sampling["max_tokens"] = n_predict
         return command(sampling_defaults=sampling, **arguments)

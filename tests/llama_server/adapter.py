@@ -14,7 +14,6 @@ LEFT_OUT = {
 """Flags without a value that cppbatch does not have."""
 
 LEFT_OUT_WITH_VALUE = {
-    "--reasoning-format",
     "--spec-synth-len",
     "--spec-synth-rates",
     "--models-preset",  # models of a hub
@@ -22,7 +21,6 @@ LEFT_OUT_WITH_VALUE = {
     "--mmproj-url",
     "--media-path",
     "--tools",
-    "--tools-runtime",
     "--mcp-servers-config",
     "--mcp-servers-json",
 }

@@ -92,6 +92,63 @@ def test_every_number_of_sampling_has_a_flag() -> None:
     assert defaults.samplers == SAMPLERS
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--sampler-seq", "kt"], {"samplers": ["top_k", "temperature"]}),
+        (["--sampling-seq", "edskypmxt"], {"samplers": list(SAMPLERS)}),
+        (["--samplers", "temp"], {"samplers": ["temperature"]}),
+        (["-l", "15043+1.5", "--logit-bias", "7-inf", "-l", "15043-1"], {"logit_bias": {"15043": 0.5, "7": -100.0}}),
+        (["-r", "User:", "--reverse-prompt", r"a\n\x41\\"], {"stop": ["User:", "a\nA\\"]}),
+        (["--no-escape", "-r", r"a\n"], {"stop": [r"a\n"]}),
+        (["--dry-sequence-breaker", r"\n"], {"dry_sequence_breakers": ["\n"]}),
+        (["--special"], {"skip_special_tokens": False}),
+        (["--grammar", 'root ::= "a"'], {"grammar": 'root ::= "a"'}),
+        (["-j", "{}"], {"json_schema": "{}"}),
+    ],
+)
+def test_a_default_of_requests_has_llama_servers_flag(read: Read, flags: list[str], expected: dict[str, Any]) -> None:
+    assert read(*flags)[0].sampling_defaults == expected
+
+
+def test_a_grammar_or_schema_may_be_in_a_file(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text('{"type": "object"}')
+    assert read("-jf", str(tmp_path / "a"))[0].sampling_defaults == {"json_schema": '{"type": "object"}'}
+    assert read("--grammar-file", str(tmp_path / "a"))[0].sampling_defaults == {"grammar": '{"type": "object"}'}
+    for flags in (["-jf", str(tmp_path / "none")], ["--grammar-file", str(tmp_path)], ["-l", "5"], ["-l", "a+1"]):
+        with pytest.raises(SystemExit):
+            read(*flags)
+    with pytest.raises(ConfigError, match="only one grammar"):
+        read("-jf", str(tmp_path / "a"), "--grammar", "x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--reasoning-effort", "low"], {"reasoning_effort": "low", "reasoning_strength": "low"}),
+        (["--reasoning-effort", "default"], {}),
+        (
+            ["--reasoning-preserve"],
+            {
+                "preserve_thinking": True, "clear_thinking": False, "truncate_history_thinking": False,
+                "drop_thinking": False,
+            },
+        ),
+        (
+            ["--no-reasoning-preserve", "--reasoning", "off"],
+            {
+                "enable_thinking": False, "preserve_thinking": False, "clear_thinking": True,
+                "truncate_history_thinking": True, "drop_thinking": True,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_flags_of_reasoning_are_variables_of_the_template(
+    read: Read, flags: list[str], expected: dict[str, Any]
+) -> None:
+    assert read(*flags)[0].template_variables == expected
+
+
 def test_a_default_out_of_range_is_refused_before_a_model_is_loaded(read: Read) -> None:
     with pytest.raises(ConfigError, match="default of temperature is 1000"):
         read("--temp", "1000")
