@@ -262,20 +262,19 @@ _FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
 def message_turn(body: CountTokensRequest) -> ChatTurn:
     """The conversation. Raises `InvalidRequest`."""
     body.check_stateless()
-    thinking = body.thinking
+    thinking, functions = body.thinking, body.functions()
     effort = effort_variables("output_config.effort", body.output_config.effort if body.output_config else None)
-    functions = body.functions()
     return ChatTurn(
         _messages(body),
-        tools=list(functions.values()),
+        tools=[*functions.values()],
         choice=body.choice(),
         schema=body.schema(),
         variables=effort | ({"enable_thinking": thinking.type != "disabled"} if thinking else {}),
         thinking_tokens=check_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
         parse_special=body.parse_special,
         field_names={
-            **_FIELD_NAMES,
             **{f"tools[{i}]": field for i, field in enumerate(functions)},
+            **_FIELD_NAMES,
             "response_format": body.constraint_field("output_config.format"),
         },
     )
