@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from clients_environment import environment, node_commands
 
 from tests.clients.agents.scripted_model import Move
@@ -186,13 +188,24 @@ def run(agent: Agent, url: str, folder: Path, path: str) -> subprocess.Completed
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", BLOCKS[agent.package].replace("http://127.0.0.1:8080", url)],
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    try:
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", BLOCKS[agent.package].replace("http://127.0.0.1:8080", url)],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    finally:
+        _end_processes_of(folder.parent)
+
+
+def _end_processes_of(home: Path) -> None:
+    """Ends what an agent leaves running, such as Cline's daemon, and what a timeout leaves."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.kill()
