@@ -433,6 +433,8 @@ def make_venv() -> None:
     if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
         fail("This Python cannot make virtual environments. Debian/Ubuntu: sudo apt install python3-venv")
     say("Making .venv")
+    if VENV.is_symlink():
+        VENV.unlink()  # --clear would empty the folder that it links to, which may be another project's
     run(sys.executable, "-m", "venv", "--clear", str(VENV))
 
 
