@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import importlib.util
 import io
 import json
 import logging
@@ -25,6 +26,7 @@ from cppbatch.llama import Backend
 from cppbatch.models.file_header import read_header
 from cppbatch.sizing.profile import TunedSettings, save_profile
 from tests.support import tiny_models
+from tests.support.narrow import some
 
 SMALL = ["-c", "1024", "-np", "2", "-t", "1", "--temp", "0"]
 Run = Callable[..., tuple[int, str, str]]
@@ -478,6 +480,23 @@ def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_l
     _, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "1", *SMALL, "--in-process")
     assert "1 done, 2 failed" in err
     assert "\nfirst failure: line 2: temprature: is an unknown field; did you mean temperature?\n" in err
+
+
+def test_setting_up_leaves_the_folder_that_a_linked_environment_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = some(importlib.util.spec_from_file_location("install", "scripts/install.py"))
+    install = importlib.util.module_from_spec(spec)
+    some(spec.loader).exec_module(install)
+    others, link = tmp_path / "others", tmp_path / ".venv"
+    others.mkdir()
+    (others / "file").touch()
+    link.symlink_to(others)
+    monkeypatch.setattr(install, "VENV", link)
+    install.make_venv()
+    assert (others / "file").exists()
+    assert (link / "pyvenv.cfg").exists()
+    assert not link.is_symlink()
 
 
 def test_the_installer_too_names_an_old_python_in_place_of_a_syntax_error() -> None:
