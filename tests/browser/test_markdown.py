@@ -164,3 +164,19 @@ def test_line_breaks_and_raised_text_of_html_are_drawn_and_other_html_is_text(ch
     expect(drawn.locator("td br")).to_have_count(1)
     expect(drawn).to_contain_text("<b onclick=alert(1)>b</b>")
     assert drawn.locator("b, [onclick]").count() == 0
+
+
+LATE = """async () => {
+  const {html, lazy, render} = await import('./page/components.js')
+  const Late = lazy(() => Promise.resolve(() => html`<b>there</b>`), () => 'not yet')
+  const [one, other] = [document.createElement('div'), document.createElement('div')]
+  render(html`<${Late} />`, one)
+  await Late.load()
+  render(html`<${Late} />`, other)
+  await new Promise((done) => setTimeout(done, 300))
+  return [one.textContent, other.textContent]
+}"""
+
+
+def test_a_part_of_the_page_that_is_loaded_just_after_its_place_was_drawn_is_shown(chat: Page) -> None:
+    assert chat.evaluate(LATE) == ["there", "there"]

@@ -283,7 +283,8 @@ export function lazy(load, Before = null) {
   function Lazy(props) {
     const [error, setError] = useState(null);
     const [, update] = useReducer((n) => n + 1, 0);
-    useEffect(() => { if (!Loaded) Lazy.load().then(update, setError); }, []);
+    const isEarly = useRef(!Loaded).current; // it may be loaded between the first rendering and the effect
+    useEffect(() => { if (isEarly) Lazy.load().then(update, setError); }, []);
     useEffect(() => (error ? reloadWhenBack(error.message) : undefined), [error]);
     if (Loaded) return html`<${Loaded} ...${props} />`;
     if (!error) return Before && html`<${Before} ...${props} />`;
