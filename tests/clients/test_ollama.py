@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ def test_a_model_is_created_copied_unloaded_and_deleted(folder_server: Serving) 
 
 
 def test_errors_are_the_clients_own(server: Serving, folder_server: Serving) -> None:
-    for call, status in (
+    calls: list[tuple[Callable[[], Any], int]] = [
         (lambda: client_of(server, "wrong").list(), 401),
         (lambda: client_of(server).chat(MODEL, ASK, options={"top_p": 7}), 400),
         (lambda: client_of(server).chat(MODEL, ASK, think=True), 400),
@@ -228,7 +228,8 @@ def test_errors_are_the_clients_own(server: Serving, folder_server: Serving) -> 
         (lambda: client_of(folder_server).pull("missing"), 404),
         (lambda: client_of(folder_server).delete("missing"), 404),
         (lambda: client_of(folder_server).copy("missing", "other"), 404),
-    ):
+    ]
+    for call, status in calls:
         with pytest.raises(ollama.ResponseError) as caught:
             call()
         assert caught.value.status_code == status, caught.value

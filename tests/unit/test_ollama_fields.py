@@ -67,7 +67,14 @@ def test_every_option_is_one_of_a_request_or_of_the_runner() -> None:
 def test_the_page_names_every_field_and_path() -> None:
     rows = "\n".join(line for line in PAGE.splitlines() if line.startswith("|"))
     named = set(re.findall(r"`([\w]+)`", rows))
-    shown = ("GenerateRequest", "ChatRequest", "ChatMessage", "ModelOptions", "GenerateResponse", "ChatResponse")
+    shown: tuple[str, ...] = (
+        "GenerateRequest",
+        "ChatRequest",
+        "ChatMessage",
+        "ModelOptions",
+        "GenerateResponse",
+        "ChatResponse",
+    )
     shown += ("EmbedRequest", "EmbedResponse", "CreateRequest", "ModelSummary", "Ps", "ShowRequest", "ShowResponse")
     shown += ("CopyRequest", "DeleteRequest", "PullRequest", "StatusEvent", "VersionResponse")
     for name in shown:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.clients_environment import cache_folder
 from tests.clients.serving import KEY, MODEL, Serving
 
 HERE = Path(__file__).parent
@@ -25,7 +24,8 @@ def packages() -> Path:
     """A folder with the packages, installed once on this machine."""
     assert shutil.which("npm"), "these tests need Node 20 with npm"
     name = hashlib.sha256(PACKAGES.read_bytes()).hexdigest()[:16]
-    folder = cache_folder() / f"node-{name}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = cache / "cppbatch" / "clients" / f"node-{name}"  # as scripts/clients_environment.py
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
