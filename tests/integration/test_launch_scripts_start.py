@@ -59,7 +59,7 @@ def test_a_service_with_defaults_a_prefix_and_a_log(tiny_llama: Path, tmp_path: 
         with pytest.raises(urllib.error.HTTPError, match="401"):
             fetch(f"{url}/v1/completions", {"prompt": "a"})
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            fetch(f"{url.removesuffix('/llm')}/health", **key)
+            fetch(f"{url.removesuffix('/llm')}/health", None, **key)
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     messages = [line["message"] for line in lines]
     assert any("POST /v1/completions 200" in message for message in messages)

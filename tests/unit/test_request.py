@@ -423,7 +423,7 @@ REFUSED: list[tuple[Any, SamplingParams, str]] = [
     ([1], greedy(1, logit_bias={f"{N_VOCAB}": 1.0}), f"logit_bias: contains the token id {N_VOCAB}; token ids are"),
     ([1], greedy(1, guided_regex="("), "guided_regex: "),
     ([1], greedy(1, grammar="nonsense"), "grammar: "),
-    ([1], greedy(1, json_schema={"type": 5}), "json_schema: #: type must be a string or array of strings"),
+    ([1], greedy(1, json_schema={"type": 5}), "json_schema: #/type: type must be a string or array of strings"),
     ([1], greedy(1, json_schema={"$ref": "#"}), "json_schema: no finite JSON satisfies this schema"),
     ([1] * LIMIT, greedy(0, echo=True), f"prompt: has {LIMIT} tokens, but this context holds only {LIMIT}"),
     (5, greedy(1), "prompt: "),
