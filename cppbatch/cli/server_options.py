@@ -424,6 +424,7 @@ def server_options(command: Command) -> Command:
             reuse_port=arguments.pop("reuse_port"),
             prefix=arguments.pop("prefix"),
         )
+        address.check()
         return command(settings=settings, address=address, **arguments)
 
     return with_options(with_settings, _OPTIONS)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import ipaddress
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,14 +16,13 @@ from typing import Any
 from aiohttp import web
 from yarl import URL
 
-from cppbatch.errors import ConfigError
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
 from cppbatch.server.http.connections import HEAD_SECONDS, Connection, Connections, max_connections
 from cppbatch.server.models.served import ServedModels
 from cppbatch.server.process import IMMEDIATE_EXIT_CODE, ShowLoading, hide_loading, set_on_signals
-from cppbatch.server.settings import Address, ServerSettings
+from cppbatch.server.settings import Address, ServerSettings, cannot_listen
 from cppbatch.server.storage import open_storage
 
 log = logging.getLogger("cppbatch.server")
@@ -239,19 +236,7 @@ async def listen(
             for listening in servers:
                 listening.close()
             await runner.cleanup()
-            reason = getattr(error, "strerror", None) or str(error)
-            remedy = "Choose another --port, or stop the program that uses this one"
-            # Python 3.14 gives no errno for an address of another machine.
-            if isinstance(error, OSError) and (
-                isinstance(error, socket.gaierror) or error.errno in (None, errno.EADDRNOTAVAIL)
-            ):
-                remedy = "Set --host to an address of this machine, such as 127.0.0.1, or to 0.0.0.0 for all addresses"
-            elif isinstance(error, PermissionError):
-                remedy = "Choose a --port of at least 1024"
-            where = f"{host}:{port}"
-            if host.endswith(".sock"):
-                where, remedy = host, "Set --host to a path in a folder that exists and may be written"
-            raise ConfigError(f"cannot listen on {where} ({reason}). {remedy}") from error
+            raise cannot_listen(host, port, error) from error
         servers.append(server)
         port = server.sockets[0].getsockname()[1]  # with --port 0 the first one is chosen
     return Listener(runner, servers, asyncio.create_task(connections.watch()), address)

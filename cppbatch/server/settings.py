@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -154,6 +157,45 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.prefix and not _PREFIX.fullmatch(self.prefix):
             raise ConfigError(f"--api-prefix is {self.prefix!r:.80}; it must start with /, and not end with one: /api")
+
+    def check(self) -> None:
+        """Raises `ConfigError` if this machine cannot listen there now: the server listens only after it has made a
+        plan for its model, which may take long."""
+        for host in () if self.reuse_port else self.hosts:
+            if host.endswith(".sock"):
+                continue
+            try:
+                found = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+                for family, kind, protocol, _, place in found:
+                    _bind(socket.socket(family, kind, protocol), place)
+            except (OSError, OverflowError) as error:
+                raise cannot_listen(host, self.port, error) from error
+
+
+def _bind(connection: socket.socket, place: Any) -> None:
+    """Binds and closes it, with the options of asyncio's servers."""
+    with connection:
+        if os.name == "posix":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if connection.family == socket.AF_INET6:
+            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        connection.bind(place)
+
+
+def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
+    """The error for an address on which this machine cannot listen, with the remedy."""
+    reason = getattr(error, "strerror", None) or str(error)
+    where, remedy = f"{host}:{port}", "Choose another --port, or stop the program that uses this one"
+    # Python 3.14 gives no errno for an address of another machine.
+    if isinstance(error, OSError) and (
+        isinstance(error, socket.gaierror) or error.errno in (None, errno.EADDRNOTAVAIL)
+    ):
+        remedy = "Set --host to an address of this machine, such as 127.0.0.1, or to 0.0.0.0 for all addresses"
+    elif isinstance(error, PermissionError):
+        remedy = "Choose a --port of at least 1024"
+    if host.endswith(".sock"):
+        where, remedy = host, "Set --host to a path in a folder that exists and may be written"
+    return ConfigError(f"cannot listen on {where} ({reason}). {remedy}")
 
 
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")

@@ -190,12 +190,12 @@ def test_ctrl_c_while_the_model_loads_exits_at_once(default_model: Path) -> None
         assert "Traceback" not in server.stop()
 
 
-def test_a_port_in_use_is_one_line(default_model: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_before_the_model_is_looked_for(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        with ServerProcess("-m", default_model, "--port", port, "--data-dir", tmp_path) as server:
+        with ServerProcess("-m", "nosuch.gguf", "--port", port, "--data-dir", tmp_path) as server:
             assert server.wait() == 2
             (line,) = server.stop().splitlines()
     assert "cannot listen on 127.0.0.1" in line
