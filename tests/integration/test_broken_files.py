@@ -89,7 +89,6 @@ def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken: t
         (["-c", "-1"], "n_ctx (-c) is -1"),
         (["-c", "99999999999"], "-c"),
         (["-ub", "0"], "n_ubatch (-ub) is 0"),
-        (["-t", "-1"], "n_threads (-t) is -1"),
         (["-ngl", "-3"], "n_gpu_layers (-ngl) is -3"),
         (["-n", "0"], "max_tokens"),
         (["--temp", "-1"], "temperature"),
@@ -120,7 +119,7 @@ def test_generate_without_a_prompt_shows_how_to_give_one(
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
     assert code == 2
-    assert "use -p TEXT" in err
+    assert "no prompt given; give it in quotes" in err
 
 
 # --- models inspect, models list -------------------------------------------------------------------------------------

@@ -208,12 +208,12 @@ def test_the_most_likely_token_is_that_of_the_logits(tiny_llama: Path) -> None:
 @pytest.mark.parametrize("of_draft", [None, "f32"])
 def test_the_cells_of_a_draft_model_have_a_type_of_their_own(tiny_llama: Path, of_draft: CacheType | None) -> None:
     config = EngineConfig(
-        str(tiny_llama), n_ctx=256, n_parallel=1, n_threads=1, draft_model=str(tiny_llama), cache_type_k="q8_0",
+        str(tiny_llama), n_ctx=256, n_parallel=1, n_threads=1, draft_model=str(tiny_llama), cache_type_k="bf16",
         draft_cache_type_k=of_draft, draft_cache_type_v=of_draft, rope_freq_base=77.0, kv_overrides=("a=int:1",),
     )  # fmt: skip
     draft = draft_config(config)
     assert draft
-    assert (draft.cache_type_k, draft.cache_type_v) == (of_draft or "q8_0", of_draft or "f16")
+    assert (draft.cache_type_k, draft.cache_type_v) == (of_draft or "bf16", of_draft or "f16")
     assert (draft.rope_freq_base, draft.kv_overrides, draft.control_vectors) == (77.0, (), ())
     with BatchInferenceEngine(config) as engine:
         assert engine.generate(["a"], SamplingParams(max_tokens=8, temperature=0))[0].tokens

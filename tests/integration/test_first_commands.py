@@ -535,7 +535,7 @@ def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path
     ("arguments", "message"),
     [
         (("-n", "0"), "error: max_tokens (-n) is 0; it must be at least 1, or -1 for no maximum"),
-        (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: #: Invalid type: strin"),
+        (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: #/type: Invalid type: strin"),
         (
             ("--mmproj", "none.gguf"),
             "error: mmproj (--mmproj): file not found: none.gguf; give the path of a GGUF file",

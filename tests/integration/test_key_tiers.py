@@ -154,13 +154,18 @@ GENERATING: dict[str, Json] = {
     "/rerank": {"query": "a", "documents": ["b"]},
     "/reranking": {"query": "a", "documents": ["b"]},
     "/v1/reranking": {"query": "a", "documents": ["b"]},
+    "/api/chat": {"model": "tiny-llama", "messages": MESSAGES, "options": {"num_predict": 2}, "stream": False},
+    "/api/generate": {"model": "tiny-llama", "prompt": "Hello", "options": {"num_predict": 2}, "stream": False},
+    "/api/embed": {"model": "tiny-llama", "input": "Hello"},
+    "/api/embeddings": {"model": "tiny-llama", "prompt": "Hello"},
     "/predict": {"instances": [{"@requestFormat": "chatCompletions", "messages": MESSAGES, "max_tokens": 2}]},
 }
 NOT_GENERATING = {
     "/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/v1/chat/completions/input_tokens",
     "/chat/completions/input_tokens", "/v1/responses/input_tokens", "/responses/input_tokens", "/v1/files",
     "/slots/{id}", "/v1/batches", "/v1/batches/{id}/cancel", "/props", "/lora-adapters", "/models/load",
-    "/models/unload", "/generate/batch/cancel",
+    "/models/unload", "/generate/batch/cancel", "/api/show", "/api/pull", "/api/create", "/api/copy", "/api/push",
+    "/api/blobs/{digest}",
 }  # fmt: skip
 
 

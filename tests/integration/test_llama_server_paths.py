@@ -153,7 +153,7 @@ async def test_vectors_are_listed_in_llama_servers_form(encoder: Http, path: str
 
 @pytest.mark.parametrize(
     ("body", "field"),
-    [({}, "input"), ({"input": "a", "embd_normalize": 1}, "embd_normalize"),
+    [({}, "input"), ({"input": "a", "embd_normalize": 101}, "embd_normalize"),
      ({"input": "a", "encoding_format": "base64"}, "encoding_format")],
 )  # fmt: skip
 async def test_other_forms_of_vectors_are_refused(encoder: Http, body: Json, field: str) -> None:
