@@ -86,6 +86,8 @@ def generate(
     all_prompts = [*prompts, *_lines(file)]
     if not all_prompts:
         raise click.UsageError("no prompt given; give it in quotes, or -f FILE with one prompt per line")
+    if "" in all_prompts and not (images or sounds):
+        raise click.UsageError(f"prompt {all_prompts.index('') + 1} is empty; give it a text")
     if system is not None or images or sounds:
         if as_chat is False:
             raise click.UsageError("--system, --image and --audio apply to chats only: leave out --raw")

@@ -33,7 +33,8 @@ _REPOSITORIES: dict[str, dict[str, str]] = {
     "qwen2.5-coder": {"": "Qwen/Qwen2.5-Coder-7B-Instruct-GGUF"}
     | {size.lower(): f"Qwen/Qwen2.5-Coder-{size}-Instruct-GGUF" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B")},
     "qwen3": {"": "Qwen/Qwen3-8B-GGUF"}
-    | {size.lower(): f"Qwen/Qwen3-{size}-GGUF" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")},
+    | {size.lower(): f"Qwen/Qwen3-{size}-GGUF" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")}
+    | {"30b": "Qwen/Qwen3-30B-A3B-GGUF"},
     "smollm2": {"": "bartowski/SmolLM2-1.7B-Instruct-GGUF"}
     | {size.lower(): f"bartowski/SmolLM2-{size}-Instruct-GGUF" for size in ("135M", "360M", "1.7B")},
 }

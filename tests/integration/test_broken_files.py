@@ -120,6 +120,8 @@ def test_generate_without_a_prompt_shows_how_to_give_one(
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
     assert code == 2
     assert "no prompt given; give it in quotes" in err
+    code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-p", "a", "-p", "")
+    assert (code, err.splitlines()[-1]) == (2, "Error: prompt 2 is empty; give it a text")
 
 
 # --- models inspect, models list -------------------------------------------------------------------------------------
