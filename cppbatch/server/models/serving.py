@@ -116,10 +116,8 @@ class Serving:
         """`system_fingerprint`: the version, then a digest of everything that may change the text for the same seed:
         versions, model, cache and template. Starts with b, like llama-server's, which starts with its build."""
         info = self.info
-        return _fingerprint(
-            *(info.name, info.size_bytes, info.n_params, info.n_ctx, info.kv_layout, info.sampling),
-            *(info.not_repacked, self.template, *sorted(info.changes.items())),
-        )
+        runtime = info.n_ctx, info.kv_layout, info.sampling, info.not_repacked, sorted(info.changes.items())
+        return _fingerprint(repr((info.name, info.size_bytes, info.n_params, self.template, *runtime)))
 
     @property
     def template(self) -> str | None:
@@ -366,6 +364,7 @@ def _write_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
         log.warning("--log-prompts-dir %s cannot be written: %s", folder, error.strerror)
 
 
-def _fingerprint(*decisive: object) -> str:
-    digest = sha256(repr((version("llama-cpp-python"), *decisive)).encode()).hexdigest()
+@lru_cache(64)  # each request needs it, and reading the version takes half a millisecond
+def _fingerprint(decisive: str) -> str:
+    digest = sha256(f"{version('llama-cpp-python')} {decisive}".encode(errors="surrogatepass")).hexdigest()
     return f"b{__version__}-{digest[:8]}"
