@@ -187,7 +187,7 @@ async def test_bodies_in_chunks_of_one_byte(server: ServerProcess, within: float
 async def test_more_requests_than_the_queue_holds(server: ServerProcess, within: float, n: int) -> None:
     """Requests beyond the queue get Retry-After; a request with priority does not wait for the others."""
     statuses: Counter[int] = Counter()
-    body = {"prompt": "Hello", "max_tokens": 450, "ignore_eos": True}
+    body = {"prompt": "Hello", "max_tokens": 150, "ignore_eos": True}
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=240)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 

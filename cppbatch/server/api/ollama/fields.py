@@ -111,7 +111,7 @@ def _check_context(wanted: Any, serving: Serving) -> None:
     """A longer context than the server's is a line in the log: Ollama would load the model again."""
     if isinstance(wanted, int | float) and wanted > serving.info.max_sequence:
         _log_once(
-            f"num_ctx {wanted:g} has no effect: {serving.name} has a context of {serving.info.max_sequence} tokens "
+            f"num_ctx {wanted!r:.20} has no effect: {serving.name} has a context of {serving.info.max_sequence} tokens "
             "(-c); longer prompts lose their oldest messages"
         )
 
