@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlsplit
+
+from tests.support.http_site import QuietHandler, serving
 
 COMMIT = "c0ffee" + "0" * 34
 
@@ -28,26 +29,15 @@ class FakeHub:
         """Serves on a free port until the end."""
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_HEAD(self) -> None:
                 hub.answer(self)
 
             def do_GET(self) -> None:
                 hub.answer(self)
 
-            def log_message(self, *_arguments: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        try:
+        with serving(Handler) as self.url:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answers a request."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from cppbatch.errors import ModelError
 from cppbatch.models.pull import choose_model, projector_at
 from cppbatch.models.url import pull_url
 from tests.support import tiny_models
+from tests.support.http_site import QuietHandler, serving
 
 
 class Site:
@@ -28,7 +27,7 @@ class Site:
     def running(self, *, ranges: bool = True) -> Iterator[Site]:
         site = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 site.requests.append((self.path, wanted := self.headers.get("Range")))
                 content = site.files.get(self.path.partition("?")[0])
@@ -42,19 +41,8 @@ class Site:
                 self.wfile.write(content[start : site.cut if site.cut >= 0 else None])
                 site.cut = -1
 
-            def log_message(self, *_arguments: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        try:
+        with serving(Handler) as self.url:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
 
 @pytest.fixture
