@@ -348,7 +348,6 @@ class Serving:
         return ChatTemplate(given, bos=info.bos, eos=info.eos, apply_named=apply_builtin_template) if given else None
 
 
-@lru_cache(64)
 def _given(of_request: Given, default: Given) -> Given:
     return default if of_request is None else of_request
 
