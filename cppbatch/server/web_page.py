@@ -126,7 +126,7 @@ def static_files(folder: Path) -> Handler:
         try:
             path = (root / name).resolve()
             if path.is_dir():
-                path /= "index.html"
+                path = (path / "index.html").resolve()
             return path if path.is_relative_to(root) and path.is_file() else None
         except (OSError, ValueError):  # a name that no file can have
             return None
