@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import click
@@ -274,7 +274,11 @@ def information_flags(command: Command) -> Command:
 
 
 def _version_lines(_context: object) -> Iterable[str]:
-    return [f"cppbatch {version('cppbatch')}, llama-cpp-python {version('llama-cpp-python')}"]
+    try:
+        binding = version("llama-cpp-python")
+    except PackageNotFoundError:
+        binding = "is not installed"
+    return [f"cppbatch {version('cppbatch')}, llama-cpp-python {binding}"]
 
 
 def _model_lines(_context: object) -> Iterable[str]:
