@@ -129,7 +129,7 @@ def explain(path: Path) -> Report:
         waiting_s = min(pause_s, step.waited_s)
         total.add_pause(pause_s - waiting_s, waiting_s)
         engine_s = step.ended - step.began - step.phases["decode"] - step.phases.get("sample", 0.0)
-        total.add_step(step.work, costs, step.phases["decode"], step.phases.get("sample", 0.0), engine_s)
+        total.add_steps(step.work, costs, step.phases["decode"], step.phases.get("sample", 0.0), engine_s)
         covered = _intervals((ended - first) / width, (step.ended - first) / width)
         ended = step.ended
         now = {"ideal": total.ideal, **total.lost}

@@ -92,7 +92,7 @@ class EngineCore:
         context, info = runtime.context, runtime.info
         self._batch = Batch(context.n_batch)
         self._media_batch: EmbeddingBatch | None = None  # created for the first image
-        budgets = self._budgets = StepBudgets(
+        budgets = StepBudgets(
             context.n_batch,
             config.target_itl_ms / 1000 if config.target_itl_ms else None,
             context.n_ubatch,
@@ -145,7 +145,7 @@ class EngineCore:
         self._sampler = (
             Pooler(context, each_token=info.pooling == "none") if info.pooling else Sampler(runtime.vocab, context)
         )
-        self.metrics = Metrics(self._trace)
+        self.metrics = Metrics(budgets.bare_costs, self._trace)
         self.outputs = OutputProcessor(runtime.vocab, self.metrics)
         self.sequences: dict[str, Seq] = {}
         """The waiting and running requests, by id."""
@@ -457,7 +457,7 @@ class EngineCore:
         self.metrics.forced_tokens = self.outputs.n_forced_tokens
         if plan.n_drafted:
             work = work._replace(accepted=self.metrics.accepted_tokens - n_accepted_before)
-        self.metrics.end_step(work, self._budgets.bare_costs())
+        self.metrics.end_step(work)
         if self._trace:
             self._follow(self._trace)
 

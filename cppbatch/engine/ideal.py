@@ -224,13 +224,6 @@ class TimeSplit:
     def __init__(self) -> None:
         self.ideal = 0.0
         self.lost = dict.fromkeys(LOST, 0.0)
-        # Cached for the last step: most steps are like the previous one.
-        self._costs: BareCosts | None = None
-        self._work: StepWork | None = None
-        self._unfinished = -1
-        self._groups: Sequence[int] = ()
-        self._row_s = self._token_s = self._groups_row_s = self._ideal_s = self._expected_s = 0.0
-        self._parts: list[tuple[str, float]] = []
 
     @property
     def busy(self) -> float:
@@ -242,50 +235,41 @@ class TimeSplit:
         """The ideal fraction of the time with work; None: no work so far."""
         return self.ideal / busy if (busy := self.busy) else None
 
-    def add_step(self, work: StepWork, costs: BareCosts, decode_s: float, sample_s: float, engine_s: float) -> None:
-        """Adds a step: the seconds in `llama_decode`, in sampling, and in the engine's other phases."""
+    def add_steps(
+        self, work: StepWork, costs: BareCosts, decode_s: float, sample_s: float, engine_s: float, *, n: int = 1
+    ) -> None:
+        """Adds `n` steps of the same work: the seconds in `llama_decode`, in sampling, and in the engine's other
+        phases."""
         lost = self.lost
         lost["sampling"] += sample_s
         lost["engine"] += engine_s
-        if costs is not self._costs or work != self._work:
-            self._expect(work, costs)
-        expected_s = self._expected_s
-        part = min(1.0, decode_s / expected_s) if expected_s else 0.0  # a faster step loses less
-        self.ideal += part * self._ideal_s
-        for name, seconds in self._parts:
+        ideal_s, parts = _expected(work, costs)
+        expected_s = n * (ideal_s + sum(parts.values()))
+        part = n * min(1.0, decode_s / expected_s) if expected_s else 0.0  # a faster step loses less
+        self.ideal += part * ideal_s
+        for name, seconds in parts.items():
             lost[name] += part * seconds
-        lost["slower"] += decode_s - part * expected_s
-
-    def _expect(self, work: StepWork, costs: BareCosts) -> None:
-        """The expected `llama_decode` time for this work, and its losses by cause."""
-        n_rows, groups, drafted, accepted, n_prompt, again, unfinished = work
-        if costs is not self._costs or unfinished != self._unfinished:
-            self._unfinished, self._groups = unfinished, ()
-            self._row_s, self._token_s = costs.row_s(max(1, unfinished)), costs.token_s
-        self._costs, self._work = costs, work
-        ideal = 0.0
-        parts: list[tuple[str, float]] = []
-        if groups and costs.rows:
-            computed = groups[0] if len(groups) == 1 else sum(groups)
-            if groups != self._groups:
-                self._groups, self._groups_row_s = groups, sum(map(costs.step_s, groups)) / computed
-            row_s, done = self._groups_row_s, n_rows + accepted
-            ideal = done * min(row_s, self._row_s)
-            parts.append(("few_rows", done * row_s - ideal))
-            if drafted > accepted:
-                parts.append(("drafts", row_s * (drafted - accepted)))
-            if computed > n_rows + drafted:
-                parts.append(("padding", row_s * (computed - n_rows - drafted)))
-        if n_prompt and costs.tokens:
-            ideal += (n_prompt - again) * self._token_s
-            parts.append(("small_pieces", n_prompt * (costs.token_s_of(n_prompt) - self._token_s)))
-            if again:
-                parts.append(("computed_again", again * self._token_s))
-        self._ideal_s, self._parts, self._expected_s = ideal, parts, ideal
-        for _, seconds in parts:
-            self._expected_s += seconds
+        lost["slower"] += decode_s - part * expected_s / n
 
     def add_pause(self, serving_s: float, waiting_s: float) -> None:
         """Adds the time before a step: with and without work."""
         self.lost["serving"] += serving_s
         self.lost["waiting"] += waiting_s
+
+
+def _expected(work: StepWork, costs: BareCosts) -> tuple[float, dict[str, float]]:
+    """The minimum seconds of `llama_decode` for a step, and the further seconds that are expected, by cause."""
+    n_rows, groups, drafted, accepted, n_prompt, again, unfinished = work
+    ideal, parts = 0.0, {}
+    if groups and costs.rows:
+        computed = sum(groups)
+        row_s, done = sum(map(costs.step_s, groups)) / computed, n_rows + accepted
+        ideal = done * min(row_s, costs.row_s(max(1, unfinished)))
+        parts["few_rows"] = done * row_s - ideal
+        parts["drafts"] = row_s * max(0, drafted - accepted)
+        parts["padding"] = row_s * max(0, computed - n_rows - drafted)
+    if n_prompt and costs.tokens:
+        ideal += (n_prompt - again) * costs.token_s
+        parts["small_pieces"] = n_prompt * (costs.token_s_of(n_prompt) - costs.token_s)
+        parts["computed_again"] = again * costs.token_s
+    return ideal, parts

@@ -37,7 +37,6 @@ _GUESSED_TOKEN_S = 0.001
 _NEW_TOKEN_S = 0.3
 _FORGET_LEVEL = 0.0002  # rise of the best level towards the current one per step: halfway in some minutes
 _FORGET_TOKEN_S = 0.002  # the same for prompt tokens
-_BARE_EVERY = 64  # steps between updates of `bare`; it is updated after each of the first `2 * _BARE_EVERY`
 
 Groups = Sequence[int]
 """Numbers of decode rows that llama.cpp computes together. A single number, unless sequences have their own streams:
@@ -70,8 +69,6 @@ class StepCost:
         self._token_s: dict[int, float] = {}
         self._nearest: dict[int, int] = {}  # the nearest known size, by requested size
         self._best_token_s: dict[int, float] = {}
-        self._bare: BareCosts | None = None
-        self._n_bare = 0
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -251,16 +248,13 @@ class StepCost:
             self._best_token_s[size] = min(now, best + _FORGET_TOKEN_S * (now - best))
 
     def bare(self) -> BareCosts:
-        """The minimum cost of `llama_decode`, as far as known. Call it once per step."""
-        self._n_bare += 1
-        if self._bare is None or self._n_bare < 2 * _BARE_EVERY or self._n_bare % _BARE_EVERY == 0:
-            least = min(self._best_token_s.values(), default=0.0)
-            tokens = {size: self._best_token_s.get(size, max(least, now)) for size, now in self._token_s.items()}
-            self._bare = BareCosts.of(
-                ((n, self._best_level * self._relative(n)) for n in self._counts),
-                ((1 << (size - 1), seconds) for size, seconds in tokens.items()),
-            )
-        return self._bare
+        """The minimum cost of `llama_decode`, as far as known."""
+        least = min(self._best_token_s.values(), default=0.0)
+        tokens = {size: self._best_token_s.get(size, max(least, now)) for size, now in self._token_s.items()}
+        return BareCosts.of(
+            ((n, self._best_level * self._relative(n)) for n in self._counts),
+            ((1 << (size - 1), seconds) for size, seconds in tokens.items()),
+        )
 
     def prompt_tokens_in(self, seconds: float) -> int:
         """How many prompt tokens fit into this time, as one piece; a guess before any measurement."""

@@ -155,7 +155,7 @@ def test_the_lost_time_of_a_step_is_attributed_to_its_cause(name: str, slower_s:
     work, lost = STEPS[name]
     split = TimeSplit()
     decode_s = best_s(work) + slower_s
-    split.add_step(work, AFFINE, decode_s, 0.0, 0.003)
+    split.add_steps(work, AFFINE, decode_s, 0.0, 0.003)
     split.add_pause(0.004, 0.5)
     expected = {"engine": 0.003, "serving": 0.004, "waiting": 0.5, "slower": slower_s, **lost}
     assert split.lost == pytest.approx({reason: expected.get(reason, 0.0) for reason in LOST})
@@ -174,7 +174,7 @@ def test_the_parts_of_any_steps_are_not_negative_and_add_up_to_the_time() -> Non
             rows, groups, drafted, draw.randint(0, drafted), n_prompt, draw.randint(0, n_prompt), draw.randint(0, 16)
         )
         seconds = [draw.expovariate(50) for _ in range(5)]
-        split.add_step(work, draw.choice([AFFINE, TILED, BareCosts.of([], [])]), *seconds[:3])
+        split.add_steps(work, draw.choice([AFFINE, TILED, BareCosts.of([], [])]), *seconds[:3])
         split.add_pause(*seconds[3:])
         took += sum(seconds)
         assert min(split.ideal, *split.lost.values()) >= -1e-9

@@ -101,14 +101,14 @@ COSTS = BareCosts.of([(1, 1e-9), (16, 2e-9)], [(16, 1e-9)])
 
 def stats_of(*batches: int) -> EngineStats:
     """Of an engine that has done such decode steps, of 10 tokens each."""
-    metrics = Metrics()
+    metrics = Metrics(lambda: COSTS)
     for rows in batches:
         metrics.begin_step()
         metrics.lap("decode")
         metrics.count_step(decode_rows=rows, prompt_tokens=3)
         metrics.lap("sample")
         metrics.generated_tokens += 10
-        metrics.end_step(StepWork(rows, (rows,), 0, 0, 3, 0, rows), COSTS)
+        metrics.end_step(StepWork(rows, (rows,), 0, 0, 3, 0, rows))
     scheduler: Any = SimpleNamespace(running=[1], waiting=[1, 2])
     return EngineParts(metrics, fake_engine().core.kv, scheduler, media=None).stats()
 

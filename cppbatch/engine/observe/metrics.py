@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
@@ -159,7 +159,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class Metrics:
     """Counts steps, tokens and time, in a few microseconds per step."""
 
-    def __init__(self, trace: Trace | None = None) -> None:
+    def __init__(self, costs: Callable[[], BareCosts], trace: Trace | None = None) -> None:
+        """`costs`: returns the minimum costs of steps."""
+        self._costs = costs
         self._trace = trace
         self.steps = self.decode_steps = self.decode_rows = 0
         self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
@@ -171,7 +173,8 @@ class Metrics:
         self.step_times, self.decode_times, self.sample_times = Bins(SECONDS), Bins(SECONDS), Bins(SECONDS)
         self._recent: Window[tuple[float, float, float]] = Window(_MAX_STEPS)
         self._waits: Window[float] = Window(_MAX_STEPS)
-        self.split = TimeSplit()
+        self._split = TimeSplit()
+        self._unsplit: dict[StepWork, list[float]] = {}  # the latest steps, by work: their number, and seconds
         self._recent_split: deque[tuple[float, float, float]] = deque()  # (time, ideal, busy) of `split`, every second
         self._laps = dict.fromkeys(PHASES, 0.0)  # of this step
         self._began = self._mark = 0.0
@@ -213,8 +216,8 @@ class Metrics:
             self.decode_steps += 1
             self.decode_rows += decode_rows
 
-    def end_step(self, work: StepWork, costs: BareCosts) -> None:
-        """Adds the last phase of a computed step, and the step as a whole. `costs`: the minimum costs of steps."""
+    def end_step(self, work: StepWork) -> None:
+        """Adds the last phase of a computed step, and the step as a whole."""
         laps, pause_s = self._laps, self._began - self._ended
         waiting_s = min(pause_s, self._idle_until - self._ended) if self._idle_until > self._ended else 0.0
         if self._trace:
@@ -224,8 +227,12 @@ class Metrics:
         now = self._ended = self._mark
         decode_s, sample_s, took = laps["decode"], laps["sample"], now - self._began
         engine_s = laps["schedule"] + laps["fill"] + laps["advance"]
-        self.split.add_pause(pause_s - waiting_s, waiting_s)
-        self.split.add_step(work, costs, decode_s, sample_s, engine_s)
+        self._split.add_pause(pause_s - waiting_s, waiting_s)
+        total = self._unsplit.setdefault(work, [0, 0.0, 0.0, 0.0])
+        total[0] += 1
+        total[1] += decode_s
+        total[2] += sample_s
+        total[3] += engine_s
         if not self._recent_split or now - self._recent_split[-1][0] >= 1:
             self._remember_split()
         tokens, self._tokens_before = self.generated_tokens - self._tokens_before, self.generated_tokens
@@ -239,6 +246,16 @@ class Metrics:
             drafted, accepted = self.drafted_tokens - self._drafted_before, self.accepted_tokens - self._accepted_before
             self._drafted_before, self._accepted_before = self.drafted_tokens, self.accepted_tokens
             self._trace.count(self._mark, drafted=drafted, accepted=accepted)
+
+    @property
+    def split(self) -> TimeSplit:
+        """The time of all steps."""
+        if self._unsplit:
+            costs = self._costs()
+            for work, (n, decode_s, sample_s, engine_s) in self._unsplit.items():
+                self._split.add_steps(work, costs, decode_s, sample_s, engine_s, n=int(n))
+            self._unsplit = {}
+        return self._split
 
     def _remember_split(self) -> None:
         split, recent = self.split, self._recent_split
