@@ -467,9 +467,11 @@ class Scheduler:
         if budget < n_pending and not self._kv.has_streams:  # rows and prompts are computed together: whole tiles
             budget = max(min(budget, _MIN_PIECE), self._whole_ubatches(budget + n_decode) - n_decode)
         budget = min(budget, n_pending)
+        prefilling, long = self._in_turn(prefilling, budget, n_decoding, step_budget.cost)
+        if n_decoding and n_urgent:
+            budget = step_budget.with_whole_prompts(budget, groups, [s.n_pending for s in prefilling])
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
-        prefilling, long = self._in_turn(prefilling, budget, n_decoding, step_budget.cost)
         chunks: list[Chunk] = []
         room = self._step_tokens - sum(groups)
         for sequence in prefilling:

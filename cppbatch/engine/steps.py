@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import accumulate, takewhile
 from math import inf
 
 from cppbatch.config import Preference
@@ -281,6 +282,8 @@ _MIN_TARGET_S = 0.025  # shorter steps cost throughput without a noticeable bene
 _SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 6.0, "throughput": 1e9}
 """Time that prompts may add to a step, in multiples of a step without prefill. Guarantee for `latency`: at most twice
 that time is added to 95% of the steps."""
+_WHOLE = 2  # budgets that whole prompts may take in one step, with `balanced` ...
+_WHOLE_S = 2.0  # ... if it is not longer than this pause of a text
 _REFRESH_EVERY = 16  # steps with prefill; then one without measures the current time of decoding alone
 _PROMPT_WEIGHT = 8  # weight of each additional prompt, in decoding sequences: many prompts mean many late first tokens
 _BACKGROUND_S = 0.2  # time of background prompts in a step, since a new request waits for the end of the step
@@ -318,6 +321,7 @@ class StepBudget:
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
+        self._whole = _WHOLE if prefer == "balanced" and target_s is None else 1
         self._quiet_level = 0.0
         """Like the level of `cost`, but hardly changes while prompts are being computed. Their cells slow decoding
         down, which must not be a reason to slow it down further. 0: not known yet."""
@@ -347,6 +351,19 @@ class StepBudget:
         rows_s = cost.rows_s(groups) if groups else 0.0
         wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
         return min(most, max(_MIN_CHUNK, whole_tiles(wanted)))
+
+    def with_whole_prompts(self, budget: int, groups: Groups, pending: Iterable[int]) -> int:
+        """The prompt tokens that a step of these decode rows may compute. `pending`: those of its prompts, in order.
+
+        Prompts that have up to twice the budget are computed whole, if the step takes at most 2 s: streams wait once
+        for them, not twice for halves.
+        """
+        if self._whole == 1 or not (self._quiet_level and self.cost.knows_prompts):
+            return budget
+        rows_s = self.cost.rows_s(groups) if groups else 0.0
+        in_time = self.cost.prompt_tokens_in(max(0.0, _WHOLE_S - rows_s))
+        most = min(self._whole * budget, self._max_tokens - sum(groups), in_time)
+        return max(budget, *takewhile(lambda n: n <= most, accumulate(pending, initial=0)))
 
     def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step. `groups`: its decode rows, including padding. `decode_s`: the time in

@@ -267,7 +267,7 @@ def test_pieces_that_are_shorter_for_the_streams_are_a_loss(monkeypatch: pytest.
         machine = warm(Machine(monkeypatch, prefer=prefer))
         lost[prefer] = machine.lost(partial(machine.run, 16))["small_pieces"]
         drain(machine.engine)
-    assert lost["throughput"] < lost["balanced"] < lost["latency"]
+    assert max(lost["throughput"], lost["balanced"]) < lost["latency"]
     assert lost["balanced"] < 0.08
 
 

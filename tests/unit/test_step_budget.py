@@ -152,3 +152,21 @@ def test_a_target_holds_over_random_loads(target_s: float) -> None:
     assert len(times) > 5000
     assert times[int(0.95 * len(times))] <= 1.1 * target_s
     assert times[-1] <= 2.5 * target_s
+
+
+def test_a_prompt_that_takes_twice_the_budget_is_computed_whole() -> None:
+    budget = StepBudget(2048)
+    run(budget, decode_s=0.05, token_s=1e-3)
+    n = budget.prefill_tokens((8,), 1)
+    assert budget.with_whole_prompts(n, (8,), [2 * n]) == 2 * n
+    assert budget.with_whole_prompts(n, (8,), [n // 2, n, n]) == n + n // 2, "the first two, and no piece of the third"
+    assert budget.with_whole_prompts(n, (8,), [2 * n + 1, 10]) == n, "it takes two pieces in any case"
+    assert StepBudget(2048, 0.1).with_whole_prompts(n, (8,), [2 * n]) == n, "a target is kept"
+
+
+def test_a_whole_prompt_makes_no_pause_of_more_than_two_seconds() -> None:
+    budget = StepBudget(2048)
+    run(budget, decode_s=0.25, token_s=20e-3)
+    n = budget.prefill_tokens((8,), 1)
+    assert budget.with_whole_prompts(n, (8,), [n + 4]) == n + 4
+    assert budget.with_whole_prompts(n, (8,), [2 * n]) == n
