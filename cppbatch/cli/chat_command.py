@@ -140,6 +140,7 @@ def chat(
         if not is_terminal():
             session = ChatSession(backend, PlainView(), system=system, params=params, longest=longest, save_to=save_to)
             session.take_up(messages)
+            session.say_what_model_lacks()
             for line in piped_lines():
                 if not session.handle(line):
                     break
@@ -153,6 +154,7 @@ def chat(
         view.say(f"chatting with {backend.model}. /help lists the commands, Alt-Enter starts a new line, Ctrl-D quits.")
         session = ChatSession(backend, view, system=system, params=params, longest=longest, save_to=save_to)
         session.take_up(messages)
+        session.say_what_model_lacks()
         if messages:
             view.say(f"{len(messages)} messages from {continue_from}")
         history = Path(platformdirs.user_state_dir("cppbatch")) / "chat_history"
