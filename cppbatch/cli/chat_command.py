@@ -97,7 +97,7 @@ def chat(
     memory_check: bool,
     verbose: bool,
 ) -> None:
-    """Chat in the terminal, with a model in this process or with a server (--url).
+    """Chat in the terminal, with a local model or a server (--url).
 
     Enter sends a message, Alt-Enter or Ctrl-J starts a new line. Ctrl-C stops an answer, Ctrl-D quits, /help lists the
     commands. If the input is not a terminal, each input line is a message, and only the answers are written.
