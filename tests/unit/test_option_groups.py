@@ -57,7 +57,7 @@ def test_the_help_of_a_command_fits_on_two_screens_and_help_all_has_what_it_leav
     short, whole = help_of(name, "--help"), help_of(name)
     assert len(short.splitlines()) <= 90
     assert "CPPBATCH_" not in short
-    assert "env var: CPPBATCH_MODEL" in whole
+    assert "CPPBATCH_MODEL" in whole
     assert "the default model, which is downloaded" not in short, "of each option, the first sentence"
     assert len(whole.splitlines()) > 300
     command = cli.commands[name]
