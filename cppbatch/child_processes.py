@@ -186,7 +186,7 @@ _released = threading.Event()
 
 def _end_with(parent: int) -> None:
     """From now on, the end of the parent kills this process."""
-    if not _set_death_signal(signal.SIGKILL):  # which, unlike a thread, needs no GIL
+    if not _set_death_signal(is_killed=True):  # which, unlike a thread, needs no GIL
         threading.Thread(target=_watch, args=(parent,), name="cppbatch-parent", daemon=True).start()
     if sys.platform != "win32" and os.getppid() != parent:  # it has ended already
         os._exit(1)
@@ -194,16 +194,17 @@ def _end_with(parent: int) -> None:
 
 def release() -> None:
     """For a child that notices by itself that its parent has ended, and has something to clean up then."""
-    _set_death_signal(0)
+    _set_death_signal(is_killed=False)
     _released.set()
 
 
-def _set_death_signal(number: int) -> bool:
-    """Sets the signal that Linux sends to this process when its parent ends; 0: none. Returns whether it is set."""
+def _set_death_signal(*, is_killed: bool) -> bool:
+    """Whether Linux kills this process when its parent ends. Returns whether it is set."""
     if sys.platform != "linux":
         return False
     import ctypes
 
+    number = signal.SIGKILL if is_killed else 0
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number) == 0)
 
 

@@ -262,7 +262,7 @@ def wait_showing_time(process: "subprocess.Popen[Any]") -> int:
 
 def stop(process: "subprocess.Popen[Any]") -> None:
     """Ends pip and the compilers below it. An interrupt first: pip then removes its temporary files."""
-    if WINDOWS:
+    if sys.platform == "win32":
         process.terminate()
         return
     with contextlib.suppress(OSError):  # the group is gone: done

@@ -240,9 +240,10 @@ def measure_memory(config: EngineConfig) -> MeasuredMemory:
         most = info.n_vocab - 1
         prompts = [[(7 * i + 3 * k) % most + 1 for k in range(n_prompt)] for i in range(config.n_parallel)]
         if info.pooling:
-            engine.embed(prompts)
+            engine.embed(prompts, progress=False)
         else:
-            engine.generate(prompts, SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True, temperature=0))
+            params = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True, temperature=0)
+            engine.generate(prompts, params, progress=False)
         return MeasuredMemory(
             read_engine_buffers(lines),
             process.memory_info().rss - resident_before,

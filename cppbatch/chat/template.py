@@ -98,6 +98,12 @@ def _read_builtin(name: str) -> str:
 CHATML = _read_builtin("chatml")
 """The default for models without a template, as in llama.cpp."""
 
+NO_TEMPLATE = (
+    "this file has no chat template: it is a base model, which continues texts, or its template is missing; messages "
+    "are sent in ChatML, which it may not know: use an instruct model, or set --chat-template"
+)
+"""A line for users of such a model."""
+
 
 class ChatTemplate:
     """A Jinja template, compiled once. It runs in a sandbox, because it comes with a downloaded file.

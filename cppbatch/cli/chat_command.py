@@ -97,7 +97,7 @@ def chat(
     memory_check: bool,
     verbose: bool,
 ) -> None:
-    """Chat in the terminal, with a model in this process or with a server (--url).
+    """Chat in the terminal, with a local model or a server (--url).
 
     Enter sends a message, Alt-Enter or Ctrl-J starts a new line. Ctrl-C stops an answer, Ctrl-D quits, /help lists the
     commands. If the input is not a terminal, each input line is a message, and only the answers are written.
@@ -140,6 +140,7 @@ def chat(
         if not is_terminal():
             session = ChatSession(backend, PlainView(), system=system, params=params, longest=longest, save_to=save_to)
             session.take_up(messages)
+            session.say_what_model_lacks()
             for line in piped_lines():
                 if not session.handle(line):
                     break
@@ -153,6 +154,7 @@ def chat(
         view.say(f"chatting with {backend.model}. /help lists the commands, Alt-Enter starts a new line, Ctrl-D quits.")
         session = ChatSession(backend, view, system=system, params=params, longest=longest, save_to=save_to)
         session.take_up(messages)
+        session.say_what_model_lacks()
         if messages:
             view.say(f"{len(messages)} messages from {continue_from}")
         history = Path(platformdirs.user_state_dir("cppbatch")) / "chat_history"

@@ -41,7 +41,10 @@ class Finding(NamedTuple):
 
 @click.command()
 def doctor() -> None:
-    """Show versions, devices, the self-check and the model, and how to fix each problem."""
+    """Check this installation, and name the remedy for each problem.
+
+    Shows versions, devices, the self-check and the model.
+    """
     console = Console(soft_wrap=True)
     problems = 0
     for name, found, remedy, is_note in _findings():

@@ -78,10 +78,10 @@ def generate(
     params: dict[str, Any],
     is_capped: bool,
 ) -> None:
-    """Answer prompts in one batch, and print the texts as they are generated.
+    """Answer prompts, and print the texts as they are generated.
 
-    If the model has a chat template, each prompt is a user message; --raw continues it as is. Ctrl-C prints what was
-    generated so far.
+    They run in one batch. If the model has a chat template, each prompt is a user message; --raw continues it as is.
+    Ctrl-C prints what was generated so far.
     """
     all_prompts = [*prompts, *_lines(file)]
     if not all_prompts:

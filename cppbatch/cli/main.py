@@ -14,9 +14,9 @@ from cppbatch.cli.quiet_imports import QuietImports
 from cppbatch.errors import CppBatchError
 
 _MODULES = {
-    "serve": "serve_command", "generate": "generate_command", "chat": "chat_command", "batch": "batch_command",
-    "models": "models_command", "memory": "memory_command", "tune": "tune_command", "bench": "bench_commands",
-    "doctor": "doctor_command", "run": "run_command", "rpc-worker": "rpc_worker_command", "ray": "ray_command",
+    "serve": "serve_command", "chat": "chat_command", "run": "run_command", "generate": "generate_command",
+    "batch": "batch_command", "models": "models_command", "doctor": "doctor_command", "memory": "memory_command",
+    "tune": "tune_command", "bench": "bench_commands", "rpc-worker": "rpc_worker_command", "ray": "ray_command",
 }  # fmt: skip
 
 
@@ -36,7 +36,14 @@ class _Commands(Mapping[str, click.Command]):
         return len(_MODULES)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Group(click.Group):
+    """Lists the commands in the order of `_MODULES`, the most used first."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="cppbatch")
 def cli() -> None:
     """Run GGUF models in batches on this machine."""

@@ -79,7 +79,7 @@ def _shape_options(command: Command) -> Command:
 def memory(
     config: EngineConfig, *, seq_len: int | None, margin: float, overhead: bool, load: bool
 ) -> tuple[Report, Draw]:
-    """Estimate the memory that an engine needs, without loading the model.
+    """Estimate the memory that a model needs, without loading it.
 
     Without -np or -c, shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot draws
     the estimate over context size and number of sequences. The exit code is 1 if memory is insufficient.

@@ -21,7 +21,7 @@ from cppbatch.interrupts import interrupt_on_termination
 
 @click.group()
 def models() -> None:
-    """List, download, remove, inspect, requantise and measure GGUF files."""
+    """List, download, remove, inspect and requantise models."""
 
 
 @models.command("list")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections import deque
@@ -66,7 +67,7 @@ class GroupedCommand(click.Command):
             self.params.append(
                 click.Option(
                     ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
-                    help="Show all options.",
+                    help="Show all options, with their environment variables.",
                 )
             )  # fmt: skip
 
@@ -109,11 +110,21 @@ class GroupedCommand(click.Command):
         """Writes a section for each heading."""
         for heading, options in group_options(self.get_params(ctx)):
             is_whole = not self.common or heading == _OTHERS or _HELP_ALL in ctx.meta
-            shown = [option for option in options if is_whole or option.name in self.common]
+            shown = options if is_whole else [_briefly(option) for option in options if option.name in self.common]
             records = [record for option in shown if (record := option.get_help_record(ctx))]
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+def _briefly(option: click.Parameter) -> click.Parameter:
+    """The option with the first sentence of its help, and without other names and environment variables."""
+    brief = copy.copy(option)
+    if isinstance(brief, click.Option) and brief.help:
+        brief.help, brief.show_envvar = brief.help.split(". ", 1)[0].removesuffix(".") + ".", False
+        short, long = ([name for name in brief.opts if name.startswith("--") == is_long] for is_long in (False, True))
+        brief.opts = [*short[:1], *long[:1]]
+    return brief
 
 
 _LETTERS = re.compile(r"-[A-Za-z].")

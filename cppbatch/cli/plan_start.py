@@ -77,7 +77,7 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
     if planned.speeds:
         say(f"placed with --prefer {planned.config.prefer}: {describe_speeds(planned.config, planned.speeds)}")
     if misses_profile and not os.path.isfile(profile_path(planned.config)):
-        say("no profile for this model: run `cppbatch tune` to find the fastest settings (up to 5 minutes)")
+        say("optional: `cppbatch tune` finds the fastest settings for this model, in up to 5 minutes (no profile yet)")
 
 
 # --- start lines -----------------------------------------------------------------------------------------------------
@@ -110,26 +110,32 @@ def _kinds_of_media(projector: Path) -> list[str]:
 
 
 def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free: int, *, chosen: bool) -> str:
-    """The number of concurrent sequences, their maximum tokens, and the memory required.
+    """The number of concurrent answers, their maximum tokens, and the memory required; then llama.cpp's words for them.
 
     `host_free`: bytes. `chosen`: whether -np or -c was not given.
     """
-    n = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
+    n = config.n_parallel
+    answers = f"{n} answers at once" if n > 1 else "1 answer at a time"
     of_workers = f" in each of {len(estimate.footprints)} engines" if estimate and len(estimate.footprints) > 1 else ""
     source = ", chosen to fit into memory" if chosen and estimate else ""
-    line = f"{n} at a time{of_workers}, {config.n_ctx:,} KV cells (-np {config.n_parallel} -c {config.n_ctx}{source})"
+    cells = f"({n} sequence{'s' if n > 1 else ''}, {config.n_ctx:,} KV cells: -np {n} -c {config.n_ctx}{source})"
     if estimate is None:
-        return line
+        return f"{answers}{of_workers} {cells}"
     footprint = estimate.footprints[0]
-    each, most = config.n_ctx // config.n_parallel, min(footprint.sequence_cells, footprint.n_ctx_train)
-    tokens = f"{each:,} tokens each, up to {most:,} for a single one" if most > each else f"up to {most:,} tokens each"
+    each, most = config.n_ctx // n, min(footprint.sequence_cells, footprint.n_ctx_train)
+    tokens = f"{each:,} tokens each, or up to {most:,} for one" if most > each else f"up to {most:,} tokens each"
     parts = [
-        f"{format_gib(demand.firm + demand.mapped)} of {format_gib(demand.free)} free memory"
-        + ("" if demand.where == HOST else f" of {demand.where}")
+        f"{_format_gb(demand.firm + demand.mapped)} of {_format_gb(demand.free)} GB "
+        + ("free memory" if demand.where == HOST else f"of {demand.where}")
         for demand in memory_demands(estimate, host_free)
         if demand.free
     ]
-    return f"{line}: {tokens}; takes {' and '.join(parts)}"
+    return f"{answers}{of_workers}, {tokens}{', uses ' if parts else ''}{' and '.join(parts)} {cells}"
+
+
+def _format_gb(n_bytes: int) -> str:
+    """Gigabytes, as in the sizes of files."""
+    return f"{n_bytes / 1e9:.1f}" if n_bytes >= 1e8 else f"{n_bytes / 1e9:.2f}"
 
 
 def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def ray() -> None:
-    """Show or stop what `cppbatch serve --ray` started on this machine (docs/ray.md)."""
+    """Show or stop what `cppbatch serve --ray` started here."""
 
 
 @ray.command()

@@ -61,10 +61,10 @@ _CONSENT = "--i-trust-every-machine-that-can-connect"
 def rpc_worker(
     *, host: str, port: int, devices: tuple[str, ...], n_threads: int, cache: str | None, consent: bool, verbose: bool
 ) -> None:
-    """Serve this machine's devices to an engine on another machine (`cppbatch serve --rpc`) over llama.cpp's RPC.
+    """Lend this machine's devices to an engine on another machine.
 
-    The protocol has no authentication and no encryption, and is not safe against malicious input. See docs/rpc.md for
-    safe setups.
+    The engine is `cppbatch serve --rpc` there, over llama.cpp's RPC. The protocol has no authentication and no
+    encryption, and is not safe against malicious input. See docs/rpc.md for safe setups.
     """
     from cppbatch.cluster.rpc_server_process import RpcServerSetup, free_port, run_rpc_server
 

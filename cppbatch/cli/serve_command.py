@@ -124,10 +124,9 @@ def _is_given(name: str) -> bool:
 
 
 COMMON = (
-    "model hf_repo mmproj lora chat_template reasoning n_parallel n_ctx prefix_cache_disk cache_type_k cache_type_v "
-    "n_threads n_gpu_layers use_profile flash_attn prefer spec draft_model models_dir models_config workers devices "
-    "sleep_idle_seconds hosts port api_keys api_key_file cors_origins allowed_hosts max_tokens request_timeout aliases "
-    "n_predict temperature log_level"
+    "model mmproj lora chat_template n_parallel n_ctx n_threads n_gpu_layers "
+    "flash_attn spec models_dir models_config workers sleep_idle_seconds hosts port api_keys api_key_file cors_origins "
+    "max_tokens temperature log_level"
 )
 """The options that --help shows; --help-all shows all."""
 
@@ -158,7 +157,7 @@ def serve(
     settings: ServerSettings,
     address: Address,
 ) -> None:
-    """Serve one or more models over HTTP with an OpenAI-compatible API.
+    """Serve models over HTTP, with an OpenAI-compatible API.
 
     Accepts llama-server's flags; flags with nothing to configure here are ignored with a log line
     (docs/llama-server.md).

@@ -237,7 +237,7 @@ def generate_batch(  # noqa: PLR0917  # the positional form of the usual scripts
     top_k: int | None = None,
     min_p: float | None = None,
     stop: str | Sequence[str] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     **settings: Unpack[EngineSettings],
 ) -> list[Completion]:
     """`BatchInferenceEngine.generate` as a single call, for a loaded engine, or for a model that is loaded and freed

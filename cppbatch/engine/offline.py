@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from contextlib import closing
@@ -76,7 +77,7 @@ def generate(
     *,
     n: int = 1,
     best_of: int | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     on_event: OnEvent | None = None,
     **options: Unpack[RequestOptions],
 ) -> list[Completion]:
@@ -85,9 +86,10 @@ def generate(
     `prompts`: texts, token ids, or lists of messages, whose completions are `ChatCompletion`s, as from `chat`.
     `params`: one for all prompts, or a list with one per prompt. `n`: completions per prompt, consecutive in the
     result; `best_of`: generate this many per prompt, and return the `n` with the highest mean log-probability.
-    `progress`: show the speed on stderr. `on_event`: called with the index of a completion and each of its events when
-    created (completion i belongs to prompt i, unless `n` or `best_of` is given). `options`: fields of
-    `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+    `progress`: show the speed on stderr; None: if it is a terminal, for several prompts without `on_event`. `on_event`:
+    called with the index of a completion and each of its events when created (completion i belongs to prompt i, unless
+    `n` or `best_of` is given). `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all
+    prompts.
 
     Raises `InvalidRequest` naming the invalid prompt, before any of them runs. Ctrl-C cancels all of them.
     """
@@ -104,7 +106,7 @@ def generate_grid(
     prompts: Sequence[PromptOrMessages],
     settings: Sequence[SamplingParams],
     *,
-    progress: bool = False,
+    progress: bool | None = None,
     **options: Unpack[RequestOptions],
 ) -> list[list[Completion]]:
     """Continues every prompt with each of the settings, batched together: `result[prompt][setting]`.
@@ -173,7 +175,7 @@ def embed(
     *,
     normalise: bool = True,
     dimensions: int | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     **options: Unpack[RequestOptions],
 ) -> Vector:
     """The vectors of all texts in order, float32[n, dimensions]; with a reranker, the scores of each `Pair`.
@@ -210,16 +212,16 @@ def map_prompts(
     params: Params = None,
     *,
     ordered: bool = False,
-    progress: bool = False,
+    progress: bool | None = None,
     **options: Unpack[RequestOptions],
 ) -> Generator[Mapped, None, None]:
     """Continues prompts of an iterable, which may be endless, and yields each result as soon as it is complete.
 
     `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are consumed only as
     fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in prompt order;
-    at most 8 * n_parallel prompts are then pending, so one slow prompt can hold up the others. `progress`: show the
-    speed on stderr, and the remaining time if `prompts` has a length. `options`: fields of `GenerationRequest`
-    (priority, timeout, cache_salt ...) for all prompts.
+    at most 8 * n_parallel prompts are then pending, so one slow prompt can hold up the others. `progress`: as in
+    `generate`, with the remaining time if `prompts` has a length. `options`: fields of `GenerationRequest` (priority,
+    timeout, cache_salt ...) for all prompts.
 
     This is a generator: the engine steps while waiting for the next result, and may be used between results. Other
     requests advance in the same steps; their events are kept for their own callers. Closing the generator, or an
@@ -242,7 +244,7 @@ def map_prompts(
         raise InvalidRequest("params", f"is {params!r:.200}; give one SamplingParams, or pairs with the prompts")
     params = sampling_params(params)
     GenerationRequest(id="", prompt="", **options)  # raises for options that are invalid for every prompt
-    line = ProgressLine("generating", len(prompts) if isinstance(prompts, Sized) else None, enabled=progress)
+    line = ProgressLine("generating", len(prompts) if isinstance(prompts, Sized) else None, shown=progress)
     return _Mapper(engine, prompts, params, ordered=ordered, line=line, options=options).results()
 
 
@@ -329,7 +331,7 @@ def complete(
     prepared: Sequence[Prepared],
     verb: str,
     *,
-    progress: bool,
+    progress: bool | None,
     on_event: OnEvent | None = None,
 ) -> list[Completion]:
     """Runs the prompts together, and returns their results in order."""
@@ -409,13 +411,14 @@ def _gather(
     sequences: Sequence[Seq],
     verb: str,
     *,
-    progress: bool,
+    progress: bool | None,
     on_event: OnEvent | None = None,
 ) -> dict[str, list[GenerationEvent]]:
-    """Runs these sequences. Returns their events by request id. `progress`: show the speed on stderr."""
+    """Runs these sequences. Returns their events by request id. `progress`, `on_event`: as in `generate`."""
     gathered: dict[str, list[GenerationEvent]] = {sequence.id: [] for sequence in sequences}
     indices = {sequence.id: i for i, sequence in enumerate(sequences)}
-    line = ProgressLine(verb, len(sequences), enabled=progress)
+    shown = False if progress is None and on_event else progress  # the caller shows them
+    line = ProgressLine(verb, len(sequences), shown=shown)
     with line, closing(run(engine, sequences)) as events:  # an exception in `on_event` cancels the rest
         for event in events:
             gathered[event.request_id].append(event)
@@ -549,9 +552,13 @@ def _error_completion(error: InvalidRequest) -> Completion:
 
 
 class ProgressLine:
-    """Finished prompts, tokens, speed, and remaining time. A context manager. `total`: None if unknown."""
+    """Finished prompts, tokens, speed, and remaining time. A context manager."""
 
-    def __init__(self, verb: str, total: int | None, *, enabled: bool) -> None:
+    _n_shown = 0  # a terminal has room for one
+
+    def __init__(self, verb: str, total: int | None, *, shown: bool | None) -> None:
+        """`total`: prompts; None: unknown. `shown`: None: if stderr is a terminal, unless there is a single prompt, or
+        another line is shown."""
         from rich.console import Console  # imported here, so that workers start faster without it
         from rich.progress import (
             BarColumn,
@@ -571,12 +578,17 @@ class ProgressLine:
             TextColumn("left:"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not enabled,
         )
+        self._shown, self._total = shown, total
         self._task = self._progress.add_task(verb, total=total, start=False, tokens=0, speed=0.0)
         self._n_tokens = 0
 
     def __enter__(self) -> ProgressLine:
+        is_shown = self._shown
+        if is_shown is None:
+            is_shown = self._total != 1 and not ProgressLine._n_shown and sys.stderr is not None and sys.stderr.isatty()
+        self._progress.disable = not is_shown
+        ProgressLine._n_shown += is_shown
         self._progress.start()
         self._progress.start_task(self._task)
         return self
@@ -584,6 +596,7 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        ProgressLine._n_shown -= not self._progress.disable
         self._progress.stop()
 
     def add(self, event: GenerationEvent) -> None:

@@ -34,7 +34,7 @@ def chat(  # type: ignore[overload-overlap]  # a str is a sequence of str, but m
     conversations: Conversation,
     params: Params = None,
     *,
-    progress: bool = False,
+    progress: bool | None = None,
     on_event: Callable[[int, ChatEvent], object] | None = None,
     **options: Unpack[ChatOptions],
 ) -> ChatCompletion: ...
@@ -46,7 +46,7 @@ def chat(
     conversations: Sequence[Conversation],
     params: Params | Sequence[SamplingParams] = None,
     *,
-    progress: bool = False,
+    progress: bool | None = None,
     on_event: Callable[[int, ChatEvent], object] | None = None,
     **options: Unpack[ChatOptions],
 ) -> list[ChatCompletion]: ...
@@ -57,7 +57,7 @@ def chat(
     conversations: Conversation | Sequence[Conversation],
     params: Params | Sequence[SamplingParams] = None,
     *,
-    progress: bool = False,
+    progress: bool | None = None,
     on_event: OnChatEvent | None = None,
     **options: Unpack[ChatOptions],
 ) -> ChatCompletion | list[ChatCompletion]:

@@ -135,7 +135,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 def make_private(path: Path, mode: int) -> None:
     """Sets the mode of a file or folder if it exists, gives other users access, and is this user's own."""
-    if os.name == "nt":  # its modes do not tell who has access
+    if sys.platform == "win32":  # its modes do not tell who has access
         return
     try:
         found = path.stat()
@@ -398,13 +398,12 @@ class Database:
 
     def _has_locks(self) -> bool:
         """Whether files in the folder can be locked. If not, SQLite says that the database is locked."""
-        if sys.platform == "win32":
-            return True
-        try:
-            with tempfile.TemporaryFile(dir=self.path.parent) as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in _WITHOUT_LOCKS
+        if sys.platform != "win32":
+            try:
+                with tempfile.TemporaryFile(dir=self.path.parent) as file:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                return error.errno not in _WITHOUT_LOCKS
         return True
 
     def _is_disk_full(self, text: str) -> bool:

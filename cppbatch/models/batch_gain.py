@@ -15,7 +15,7 @@ from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import KernelTimes, has_gpu, kernel_times
-from cppbatch.models.requantize import Matrix, plan_auto, read_matrices
+from cppbatch.models.requantize import Matrix, copy_with, plan_auto, read_matrices
 
 _MIN_GAIN = 1.1  # less is not worth a larger file
 _FEW = 4  # the fewest rows that are timed beside one
@@ -95,7 +95,7 @@ def earlier_gain(path: Path, *, n_gpu_layers: int = -1) -> str | None:
 def batch_advice(
     path: Path, matrices: Sequence[Matrix], changes: Mapping[str, tuple[str, str]], times: Mapping[str, KernelTimes]
 ) -> str | None:
-    """One sentence with the remedy and what it gains; None if `changes` gain little.
+    """One sentence with the remedy (a copy that exists, or the command) and its gain; None if `changes` gain little.
 
     `changes`: {matrix: (its type, its new type)}; `times`: of these types.
     """
@@ -110,9 +110,13 @@ def batch_advice(
     is_batched = any(times[kind].is_batched for kind in old)
     slower = f"which this CPU computes slower than {' and '.join(new)}"
     why = slower if is_batched else "which this CPU computes row by row"
+    copy = copy_with(path, changes)
+    remedy = f"`cppbatch models requantize {shlex.quote(str(path))}`"
+    if copy.is_file():
+        remedy = f"its copy (-m {shlex.quote(str(copy))})"
     return (
-        f"{which} {' and '.join(old)}, {why}; `cppbatch models requantize {shlex.quote(str(path))}` makes matrix "
-        f"products of 16 sequences, and of their prompts, about {gain:.1f}x faster"
+        f"{which} {' and '.join(old)}, {why}; {remedy} makes matrix products of 16 sequences, and of their prompts, "
+        f"about {gain:.1f}x faster"
     )
 
 

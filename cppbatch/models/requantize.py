@@ -81,7 +81,12 @@ class Requantization(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def output(self) -> Path:
         """The usual path of the result: beside the source, with the new types at the end of the name."""
-        return copy_path(self.source, sorted({new for _, new in self.changes.values()}, key=TYPES.index))
+        return copy_with(self.source, self.changes)
+
+
+def copy_with(source: Path, changes: Mapping[str, tuple[str, str]]) -> Path:
+    """The usual path of the copy with these changes, which may not exist."""
+    return copy_path(source, sorted({new for _, new in changes.values()}, key=TYPES.index))
 
 
 class Matrix(NamedTuple):

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cppbatch.chat.template import NO_TEMPLATE
 from cppbatch.config import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
 
@@ -61,24 +62,28 @@ _QUESTION = "Why is the sky blue?"
 def first_lines(
     info: ModelInfo, config: EngineConfig, urls: Sequence[str], *, has_template: bool, has_keys: bool, has_page: bool
 ) -> list[str]:
-    """The model, its KV cells and the reason for their number, the URLs, and an example request for the model.
+    """The model, its KV cells and the reason for their number, what it lacks, the URLs, and an example request for it.
 
     `has_template`: whether there is a chat template. `has_keys`: whether requests need an API key.
     `has_page`: whether the web page is served.
     """
-    sequences = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
     reason = explain_n_ctx(info, config)
     path, body = _example(info, has_template=has_template)
     key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if has_keys else ""
-    page = "the web page; " if has_page else ""
-    ready = f"{' and '.join(urls)}  ({page}OpenAI-compatible API under {urls[0]}/v1; Ctrl-C drains and stops)"
     return [
-        f"{info.name} ({info.description}): {sequences} at a time over {_cells(info)}",
+        f"loaded {info.name} ({info.description}): {_at_once(info, config.n_parallel)}",
         *([reason] if reason else []),
         *([info.not_repacked] if info.not_repacked else []),
-        f"ready at {ready}",
+        *([] if has_template or info.pooling else [NO_TEMPLATE]),
+        ready_line(urls, has_page=has_page),
         f"try:  curl {urls[0]}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
     ]
+
+
+def ready_line(urls: Sequence[str], *, has_page: bool) -> str:
+    """Where the server is, and how it ends."""
+    page = "open it in a browser for the web page; " if has_page else ""
+    return f"ready at {' and '.join(urls)}  ({page}OpenAI-compatible API under {urls[0]}/v1; Ctrl-C stops it)"
 
 
 def explain_n_ctx(info: ModelInfo, config: EngineConfig) -> str | None:
@@ -95,12 +100,15 @@ def explain_n_ctx(info: ModelInfo, config: EngineConfig) -> str | None:
     return f"-c {config.n_ctx} was changed to {info.n_ctx}: {why}"
 
 
-def _cells(info: ModelInfo) -> str:
+def _at_once(info: ModelInfo, n: int) -> str:
+    """How much the engine computes at once; then llama.cpp's words for it."""
+    what, when = ("text" if info.pooling else "answer"), ("at once" if n > 1 else "at a time")
+    some, sequences = (f"{n} {each}{'s' if n > 1 else ''}" for each in (what, "sequence"))
     if info.pooling:
         kind = "a reranker" if info.pooling == "rank" else f"vectors, pooling {info.pooling}"
-        return f"{info.n_ctx} tokens per step, {kind}"
+        return f"{some} {when} ({sequences}, {info.n_ctx:,} tokens per step, {kind})"
     layout = "per-sequence or unified, depending on load" if info.kv_layout == "auto" else info.kv_layout
-    return f"{info.n_ctx} KV cells, {layout}"
+    return f"{some} {when} ({sequences}, {info.n_ctx:,} KV cells, {layout})"
 
 
 def _example(info: ModelInfo, *, has_template: bool) -> tuple[str, dict[str, Any]]:

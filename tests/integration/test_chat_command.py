@@ -52,6 +52,17 @@ def test_each_line_is_answered_in_one_conversation(run: Run, pipe: Callable[[str
     assert out == expected(tiny_llama, "Hello", "Who are you?")
 
 
+def test_a_model_without_a_chat_template_is_reported_once(
+    run: Run, pipe: Callable[[str], None], tiny_llama: Path
+) -> None:
+    pipe("Hello\nWho are you?\n")
+    _, _, err = run("chat", "-m", tiny_llama, *SMALL, *SHORT)
+    assert err.count("this file has no chat template: it is a base model") == 1
+    pipe("Hello\n")
+    _, _, err = run("chat", "-m", tiny_llama, *SMALL, *SHORT, "--chat-template", "chatml")
+    assert "no chat template" not in err
+
+
 def test_a_server_answers_the_same(
     run: Run, pipe: Callable[[str], None], tiny_llama: Path, server: ChatServer, tmp_path: Path
 ) -> None:

@@ -61,7 +61,7 @@ def test_without_a_signal_of_the_kernel_a_child_watches_its_parent() -> None:
     """As on macOS and Windows."""
     code = (
         "import time; from cppbatch import child_processes\n"
-        "child_processes._set_death_signal = lambda number: False\n"
+        "child_processes._set_death_signal = lambda *, is_killed: False\n"
         "child_processes._end_with({parent}); time.sleep(60)\n"
     )
     parent = (

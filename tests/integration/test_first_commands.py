@@ -197,9 +197,8 @@ def test_a_wrong_column_leaves_no_job(run: Run, tiny_llama: Path, tmp_path: Path
     assert list(tmp_path.iterdir()) == [source]
     code, _, err = run(*batch, "--column", "text")
     assert code == 0, err
-    assert (
-        "2 sequences at a time, 1,024 KV cells (-np 2 -c 1024): 512 tokens each, up to 1,024 for a single one"
-    ) in err
+    assert ("2 answers at once, 512 tokens each, or up to 1,024 for one, uses ") in err
+    assert " GB free memory (2 sequences, 1,024 KV cells: -np 2 -c 1024)" in err
     assert "plain prompts get at most 4096 tokens; change the limit with -n N" in err
     assert "plain prompts are continued as they are: the model has no chat template" in err
     assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 1024
@@ -452,7 +451,7 @@ def test_c_0_is_the_context_length_of_the_model(run: Run, tiny_llama: Path, tmp_
     n_ctx_train = read_header(tiny_llama).metadata["llama.context_length"]
     code, _, err = run("batch", source, "-o", output, "-m", tiny_llama, "-c", "0", "-np", "2")
     assert code == 2
-    assert f"(-np 2 -c {n_ctx_train})" in err
+    assert f": -np 2 -c {n_ctx_train})" in err
 
 
 def test_chat_takes_hf_and_np(run: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.llama.kernels_child import encode
 from cppbatch.models import kernels
 from cppbatch.models.kernels import ROWS, kernel_times
+from cppbatch.models.requantize import plan_auto
 from tests.support import tiny_models
 from tests.support.server_process import ServerProcess
 
@@ -176,6 +177,14 @@ def test_inspect_shows_which_types_are_computed_row_by_row(row_by_row: Path) -> 
     assert "Q4_1 row by row. all 15 matrices are Q4_1" in result.output
     gain = "makes matrix products of 16 sequences, and of their prompts, about 2.0x faster"
     assert f"`cppbatch models requantize {row_by_row}` {gain}" in result.output
+
+
+def test_inspect_names_the_copy_that_is_beside_the_file(row_by_row: Path) -> None:
+    copy = plan_auto(row_by_row, kernel_times).output
+    copy.write_bytes(row_by_row.read_bytes())
+    result = CliRunner().invoke(models, ["inspect", str(row_by_row)])
+    assert f"computes row by row; its copy (-m {copy}) makes matrix products" in result.output
+    assert "requantize" not in result.output
 
 
 def test_inspect_gives_it_as_json(row_by_row: Path) -> None:

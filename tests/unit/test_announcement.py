@@ -26,9 +26,10 @@ def announced(
     return first_lines(info, config, urls, has_template=has_template, has_keys=keys, has_page=has_page)
 
 
-@pytest.mark.parametrize(("n", "text"), [(1, "1 sequence at a time"), (2, "2 sequences at a time")])
-def test_the_first_line_counts_sequences(n: int, text: str) -> None:
-    assert f": {text} over 256 KV cells" in announced(n=n)[0]
+@pytest.mark.parametrize(("n", "text"), [(1, "1 answer at a time (1 sequence"), (2, "2 answers at once (2 sequences")])
+def test_the_first_line_counts_answers_and_sequences(n: int, text: str) -> None:
+    assert f": {text}, 256 KV cells, unified)" in announced(n=n)[0]
+    assert f": {n} text" in announced(n=n, pooling="mean")[0]
 
 
 def test_the_reason_for_not_repacking_weights_is_reported() -> None:
@@ -50,13 +51,22 @@ def test_the_request_to_try_is_one_that_the_model_can_answer(fields: dict[str, A
     assert f"try:  curl http://x{shown}" in announced(**fields)[-1]
 
 
+def test_a_model_without_a_chat_template_is_reported_unless_it_returns_vectors() -> None:
+    line = "this file has no chat template"
+    assert announced(chat_template=None)[1].startswith(line)
+    assert not [each for fields in ({}, {"pooling": "mean"}) for each in announced(**fields) if each.startswith(line)]
+
+
 def test_a_request_to_try_has_the_key_if_one_is_required() -> None:
     assert '-H "Authorization: Bearer $CPPBATCH_API_KEY"' in announced(keys=True)[-1]
     assert "Authorization" not in announced()[-1]
 
 
 def test_the_address_is_that_of_the_web_page_unless_it_is_disabled() -> None:
-    assert "ready at http://x  (the web page; OpenAI-compatible API under http://x/v1;" in announced()[1]
+    assert (
+        "ready at http://x  (open it in a browser for the web page; OpenAI-compatible API under http://x/v1;"
+        in announced()[1]
+    )
     assert "ready at http://x  (OpenAI-compatible API under http://x/v1;" in announced(has_page=False)[1]
 
 

@@ -37,6 +37,7 @@ class FakeBackend:
         self.asked: list[list[Json]] = []
         self.params: list[Json] = []
         self.model = "one"
+        self.has_template = True
         self.n_closed = 0
 
     def models(self) -> list[str]:
@@ -236,6 +237,9 @@ def test_model_shows_and_switches(start: Start) -> None:
     assert backend.model == "two"
     session.handle("/model three")
     assert shown.failed == ["no three"]
+    backend.has_template = False
+    session.handle("/model one")
+    assert shown.said[-1].startswith("this file has no chat template")
 
 
 def test_help_names_each_command_and_unknown_ones_are_refused(start: Start) -> None:

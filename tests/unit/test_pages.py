@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cppbatch.sizing.demand import MARGIN
 from tests.support.python_names import defined_in
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +51,28 @@ def test_each_line_of_the_threat_model_names_a_test_that_exists() -> None:
     assert len(rows) >= 9
     assert len(SHOWN_BY) == sum(row.count("test_") for row in rows) / 2, "each as folder/file.py: test"
     assert [named for named in SHOWN_BY if named[1] not in defined_in(ROOT / "tests" / named[0])] == []
+
+
+MODELS = {  # GB of the Q4_K_M file; layers, KV heads and their dimension, as in the makers' config.json
+    "Llama 3.2 1B": (0.81, 16, 8, 64),
+    "Llama 3.2 3B": (2.02, 28, 8, 128),
+    "Llama 3.1 8B": (4.92, 32, 8, 128),
+    "Qwen 2.5 14B": (8.99, 48, 8, 128),
+    "Qwen 2.5 32B": (19.85, 64, 8, 128),
+    "Llama 3.3 70B": (42.52, 80, 8, 128),
+}
+BUFFERS_GB = 0.4
+"""Compute buffers, logits and the process, as `cppbatch memory --shape` estimates them for 1B, 8B and 70B."""
+
+
+def test_the_memory_of_each_model_in_the_readme_is_that_of_its_file_cells_and_buffers() -> None:
+    rows = re.findall(
+        r"^\| (\d+) GB \| (.+?) \| ([\d.]+) GB \| ([\d.]+) GB \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert [model for _, model, _, _ in rows] == list(MODELS)
+    for free, model, file, used in rows:
+        file_gb, n_layer, n_head_kv, n_dim = MODELS[model]
+        n_bytes_a_cell = 2 * n_layer * n_head_kv * n_dim * 2  # keys and values in f16
+        needed = file_gb + 16 * 1024 * n_bytes_a_cell / 1e9 + BUFFERS_GB
+        assert (file, used) == (f"{file_gb:.1f}", f"{needed:.1f}"), model
+        assert needed <= (1 - MARGIN) * int(free) < needed + 1.5, model

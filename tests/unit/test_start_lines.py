@@ -64,13 +64,13 @@ def test_layers_that_are_not_on_the_gpu_are_counted() -> None:
 
 def test_sequences_tokens_and_memory() -> None:
     assert sizes_line(CONFIG, estimate(), 20 * GIB, chosen=True) == (
-        "16 sequences at a time, 16,384 KV cells (-np 16 -c 16384, chosen to fit into memory): 1,024 tokens each, up "
-        "to 8,192 for a single one; takes 8.00 GiB of 20.00 GiB free memory"
+        "16 answers at once, 1,024 tokens each, or up to 8,192 for one, uses 8.6 of 21.5 GB free memory "
+        "(16 sequences, 16,384 KV cells: -np 16 -c 16384, chosen to fit into memory)"
     )
     line = sizes_line(replace(CONFIG, n_parallel=1), estimate("CUDA0"), 20 * GIB, chosen=False)
     assert line == (
-        "1 sequence at a time, 16,384 KV cells (-np 1 -c 16384): up to 8,192 tokens each; takes 1.00 GiB of 20.00 GiB "
-        "free memory and 7.00 GiB of 79.00 GiB free memory of CUDA0"
+        "1 answer at a time, up to 8,192 tokens each, uses 1.1 of 21.5 GB free memory and 7.5 of 84.8 GB of CUDA0 "
+        "(1 sequence, 16,384 KV cells: -np 1 -c 16384)"
     )
     assert " in each of 2 engines, " in sizes_line(CONFIG, estimate(n=2), 20 * GIB, chosen=False)
 
@@ -103,7 +103,7 @@ def test_two_lines_and_the_way_to_a_profile(config: EngineConfig) -> None:
     assert (used.n_parallel, used.n_ctx) == (16, 16384)
     assert model.startswith("tiny-llama: ")
     assert "chosen to fit into memory" in sizes
-    assert "no profile for this model: run `cppbatch tune`" in hint
+    assert "`cppbatch tune` finds the fastest settings" in hint
 
 
 def test_an_engine_that_returns_vectors_has_neither_sizes_nor_a_profile(config: EngineConfig) -> None:

@@ -56,6 +56,10 @@ class ChatBackend(Protocol):
     def model(self) -> str:
         """The name of the model that answers."""
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model's messages have a chat template; True: unknown."""
+
     def models(self) -> list[str]:
         """The names that `use` accepts."""
 
@@ -85,6 +89,11 @@ class EngineBackend:
     def model(self) -> str:
         """See `ChatBackend`."""
         return self._engine.info.name
+
+    @property
+    def has_template(self) -> bool:
+        """See `ChatBackend`."""
+        return bool(self._options.get("chat_template") or self._engine.info.chat_template)
 
     def models(self) -> list[str]:
         """See `ChatBackend`: the models in the models folder."""
@@ -157,6 +166,11 @@ class ServerBackend:
     def model(self) -> str:
         """See `ChatBackend`."""
         return self._model
+
+    @property
+    def has_template(self) -> bool:
+        """See `ChatBackend`: the server says it at its start."""
+        return True
 
     def models(self) -> list[str]:
         """See `ChatBackend`."""

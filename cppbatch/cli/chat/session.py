@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cppbatch.chat.messages import ChatMessage, MediaKind, conversation_of
+from cppbatch.chat.template import NO_TEMPLATE
 from cppbatch.cli.chat.backends import FULL, AnswerEnd, ChatBackend
 from cppbatch.engine.media.sources import file_part
 from cppbatch.errors import ConfigError, CppBatchError
@@ -90,6 +91,11 @@ class ChatSession:
             messages = messages[1:]
             self._system = self._system or str(first.get("content") or "")
         self._turns = messages
+
+    def say_what_model_lacks(self) -> None:
+        """A line for a model without a chat template."""
+        if not self._backend.has_template:
+            self._view.say(NO_TEMPLATE)
 
     def handle(self, line: str) -> bool:
         """Answers a message or runs a command (`/name`). Returns False if the program should end.
@@ -223,6 +229,7 @@ class ChatSession:
         if name:
             self._backend.use(name)
             self._view.say(f"now using {self._backend.model}")
+            self.say_what_model_lacks()
             return
         lines = [f"{'*' if each == self._backend.model else ' '} {each}" for each in self._backend.models()]
         self._view.say("\n".join([f"using {self._backend.model}; switch with /model NAME", *lines]))

@@ -217,11 +217,11 @@ class TerminalInput:
 def quiet_terminal() -> Iterator[None]:
     """Between prompts, keys are not echoed into the answer, and Enter stays Enter: text typed during an answer
     appears at the next prompt. Ctrl-C interrupts."""
-    try:
-        import termios
-    except ImportError:  # Windows, where this is the default
+    if sys.platform == "win32":  # where this is the default
         yield
         return
+    import termios
+
     before = termios.tcgetattr(sys.stdin)
     quiet = termios.tcgetattr(sys.stdin)
     quiet[0] &= ~termios.ICRNL

@@ -107,10 +107,10 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def _limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         return
+    import resource
+
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
 
 

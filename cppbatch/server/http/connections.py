@@ -295,10 +295,10 @@ async def connection_middleware(request: web.Request, handler: Handler) -> web.S
 def max_connections() -> int:
     """The maximum number of open connections, from the process's limit of open files, which this raises to its
     maximum."""
-    try:
-        import resource
-    except ImportError:  # Windows, where sockets are not files
+    if sys.platform == "win32":  # where sockets are not files
         return _MAX_CONNECTIONS
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

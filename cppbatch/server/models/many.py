@@ -25,6 +25,7 @@ from cppbatch.server.models.loader import LoadPlan, MemoryPlanLoader, ModelSpec
 from cppbatch.server.models.served import ModelCounts, ModelEntry, ModelLease, RouterSettings, ServedModels, status_of
 from cppbatch.server.models.serving import Serving
 from cppbatch.server.observe.metrics import family
+from cppbatch.server.process import ready_line
 from cppbatch.server.settings import ServerSettings
 from cppbatch.statistic import StatisticKind
 
@@ -418,12 +419,11 @@ class ManyModels(ServedModels):
         at_once = [spec.name for spec in self._specs.values() if spec.pinned or spec.preload]
         names = ", ".join(self._specs) or "none yet: put GGUF files into the folder"
         default = f"; default: {self._default}" if self._default else ""
-        page = "the web page; " if self.settings.webui else ""
         key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if self.settings.keys else ""
         return [
             f"{len(self._specs)} models, loaded on demand{default}: {names}",
             *([f"loading at startup: {', '.join(at_once)}"] if at_once else []),
-            f"ready at {' and '.join(urls)}  ({page}OpenAI-compatible API under {urls[0]}/v1; Ctrl-C drains and stops)",
+            ready_line(urls, has_page=self.settings.webui),
             f"try:  curl {urls[0]}/v1/models{key}",
         ]
 

@@ -19,7 +19,7 @@ import msgspec
 from cppbatch import __version__
 from cppbatch.chat.capabilities import TemplateCaps
 from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
-from cppbatch.chat.template import ChatTemplate
+from cppbatch.chat.template import NO_TEMPLATE, ChatTemplate
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.model_info import ModelInfo
@@ -316,6 +316,8 @@ class Serving:
         if not self._has_logged_forms:
             self._has_logged_forms = True
             log.info("chats of %s: %s", self.name, await self.learn_chat_forms())
+            if self.template is None:
+                log.warning("%s: %s", self.name, NO_TEMPLATE)
         return chat
 
     async def learn_chat_forms(self) -> ChatForms | None:
