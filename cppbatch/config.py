@@ -602,6 +602,14 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             if not math.isfinite(scale) or abs(scale) > MOST_SCALE:
                 message = f"it must be from {-MOST_SCALE:g} to {MOST_SCALE:g}"
                 raise ConfigError(f"{setting_name(name)}: the scale of {path} is {scale}; {message}")
+        names: dict[str, str] = {}
+        for path, _ in given:
+            if other := names.get(adapter_name(path)):
+                raise ConfigError(
+                    f"{setting_name(name)}: {other} and {path} have the same name {adapter_name(path)!r}; rename one "
+                    "of the files"
+                )
+            names[adapter_name(path)] = path
         return given
 
     def _check_lora(self) -> None:
@@ -609,15 +617,6 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         if self.lora_init_without_apply:
             lora = tuple((path, 0.0) for path, _ in lora)
         msgspec.structs.force_setattr(self, "lora", lora)
-        names: dict[str, str] = {}
-        for path, _ in lora:
-            name = adapter_name(path)
-            if name in names:
-                raise ConfigError(
-                    f"{setting_name('lora')}: {names[name]} and {path} have the same name {name!r}; rename one of the "
-                    "files"
-                )
-            names[name] = path
 
     def _check_model_changes(self) -> None:
         msgspec.structs.force_setattr(self, "control_vectors", self._check_scales("control_vectors"))
@@ -746,7 +745,7 @@ def disk_folder(setting: str) -> tuple[Path, int] | None:
 
 
 def adapter_name(path: str) -> str:
-    """The name of a LoRA adapter in requests."""
+    """The name of a LoRA adapter or control vector in requests."""
     return Path(path).stem
 
 

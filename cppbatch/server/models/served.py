@@ -51,7 +51,8 @@ class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
         """Applies the key's rules to the requests, and names their client. Raises `InvalidRequest`, as
         `KeyRules.engine_requests` does."""
         if self.rules:
-            requests = self.rules.engine_requests(requests, self.serving.info.adapters)
+            info = self.serving.info
+            requests = self.rules.engine_requests(requests, info.adapters, info.control_vectors)
         for request in requests:
             msgspec.structs.force_setattr(request, "client", self.client)
         return requests
