@@ -181,12 +181,6 @@ REFUSED = (
     RefusedFlag(
         "--ui-mcp-proxy --webui-mcp-proxy", "the server is never a proxy for other hosts", "LLAMA_ARG_UI_MCP_PROXY"
     ),
-    RefusedFlag(
-        "-dr --docker-repo",
-        "models come from files or the Hugging Face hub: use -hf, or download the file and use -m",
-        "LLAMA_ARG_DOCKER_REPO",
-        "MODEL",
-    ),
 )
 """The flags that are refused."""
 

@@ -17,6 +17,7 @@ from cppbatch.models.find import copy_path, find_model, is_copy, models_folder, 
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.library import library_model
+from cppbatch.models.registry import SCHEME, pull_image
 from cppbatch.models.requantize import (
     EXACT,
     bits,
@@ -65,8 +66,8 @@ def choose_model(named: str | None) -> Path:
     necessary.
 
     `named`: a path; a file in the models folder, with or without ".gguf"; a name of `cppbatch models list`; or
-    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, or the address of a file, downloaded if
-    missing.
+    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, the address of a file, or
+    docker://REPO/MODEL:TAG, downloaded if missing.
     A model and its requantised copy count as one, and the copy is chosen. Raises `ModelError`.
     """
     if named:
@@ -75,6 +76,8 @@ def choose_model(named: str | None) -> Path:
             return check_model(found)
         if named.startswith(("http://", "https://")):
             return pull_url(named, _say)
+        if named.startswith(SCHEME):
+            return pull_image(named.removeprefix(SCHEME), _say)
         if not os.path.isdir(path) and (on_hub := hub_model(named)):
             return pull_model(on_hub, _say)
         return check_model(local_model(named))

@@ -58,6 +58,19 @@ def hub(model_bytes: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield hub
 
 
+def test_llama_cpps_variable_for_a_mirror_comes_first(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("MODEL_ENDPOINT", hub.url)
+    assert choose_model("owner/Tiny-GGUF:Q4_0").name == "Tiny-Q4_0.gguf"
+
+
+def test_a_model_of_a_container_registry_is_given_by_a_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPPBATCH_DOCKER_REGISTRY", "http://127.0.0.1:9")
+    (here := folder / "127.0.0.1_9" / "ai" / "smollm2").mkdir(parents=True)
+    present = tiny_models.llama(here / "smollm2-135M-Q4_0.gguf")
+    assert config_of("-dr", "smollm2:135M-Q4_0").model_path == str(present)
+
+
 def test_a_draft_model_may_be_on_the_hub_too(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
     config = config_of("-hf", "owner/Tiny-GGUF:Q8_0", "-hfd", "owner/Tiny-GGUF:Q4_0", "--no-mmproj", "-hft", "secret")
