@@ -45,6 +45,8 @@ whole: all computed tokens of the other sequence, by copying, because they canno
 possible.
 """
 
+SCALED_FILES = ("lora", "control_vectors")
+"""The settings that are files with scales."""
 CPU_PARTS = ("cpu_moe", "n_cpu_moe", "n_cpu_ffn")
 """The settings that keep parts of layers on the CPU."""
 PLACEMENT = (
@@ -454,7 +456,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
-            if name in ("lora", "control_vectors"):  # `_check_scales` does
+            if name in SCALED_FILES:  # `_check_scales` does
                 continue
             value = _convert(name, getattr(self, name))
             if setting.range and not setting.range.low <= value <= setting.range.high:

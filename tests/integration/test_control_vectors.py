@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, LocalEngine
+from cppbatch.cli.batch_command import batch
 from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.disk.slots import StateKey, weight_files
 from cppbatch.engine.runtime import Runtime, load_runtime
@@ -278,3 +281,35 @@ def test_saved_states_tell_layers_and_contents_of_control_vectors_apart(deep: Pa
     assert key(control_vector_layers=(1, 2))[0] != first[0]
     control_vector(file, {1: np.zeros(64)})
     assert key()[1] != first[1]
+
+
+# --- batch jobs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_job_never_continues_with_another_adapter_or_control_vector(
+    deep: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    job, flags = tmp_path / "job.txt", ["-m", str(deep), "-c", "256", "-np", "1", "-t", "1", "-n", "2"]
+    job.write_text("one\n")
+    lora, vector = (shutil.copy(files[name], tmp_path) for name in ("x", "calm"))
+
+    def run(*more: str) -> tuple[int, str]:
+        with job.open("a") as file:
+            file.write("three\n")  # so that there is something left to do
+        result = CliRunner().invoke(batch, [str(job), "-o", str(tmp_path / "out.jsonl"), *flags, *more])
+        return result.exit_code, f"{result.output} {result.exception}"
+
+    given = ["--lora", str(lora), "--control-vector", str(vector)]
+    for _ in range(2):
+        code, said = run(*given)
+        assert code == 0, said
+    code, said = run("--lora", f"{lora}:0.5", *given[2:])
+    assert code
+    assert 'was started with lora [["x.gguf",1.0]], but lora is now [["x.gguf",0.5]]' in said
+    code, said = run(*given[:2])
+    assert code
+    assert 'was started with control_vectors [["calm.gguf",1.0]], but control_vectors is now unset' in said
+    shutil.copy(files["loud"], vector)
+    code, said = run(*given)
+    assert code
+    assert f"was started with another file named calm.gguf than {vector}: use that file to resume" in said
