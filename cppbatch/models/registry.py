@@ -35,13 +35,7 @@ def pull_image(name: str, say: Say = lambda line: None) -> Path:
 
     $CPPBATCH_DOCKER_REGISTRY is the address of another registry. Raises `ModelError`.
     """
-    found = _NAME.fullmatch(name)
-    if not found:
-        raise ModelError(f"--docker-repo is {name!r:.200}; it must be [REPO/]MODEL[:TAG], such as ai/smollm2:135M-Q4_0")
-    repository, tag = found[1] if "/" in found[1] else f"{_NAMESPACE}/{found[1]}", found[2] or "latest"
-    registry = (os.environ.get("CPPBATCH_DOCKER_REGISTRY") or _REGISTRY).rstrip("/")
-    folders, model = repository.split("/"), repository.rpartition("/")[2]
-    path = models_folder().joinpath(*file_names(urlsplit(registry).netloc, *folders, f"{model}-{tag}.gguf"))
+    path, registry, (repository, tag) = image_file(name), _registry(), _repository(name)
     if not path.is_file():
         here = f"{registry}/v2/{repository}"
         try:
@@ -54,6 +48,24 @@ def pull_image(name: str, say: Say = lambda line: None) -> Path:
         digest = _digest_of_model(manifest, f"{repository}:{tag}")
         download(f"{here}/blobs/sha256:{digest}", path, say, authorization=token, sha256=digest)
     return check_model(path)
+
+
+def image_file(name: str) -> Path:
+    """The file for a name, in the models folder. Raises `ModelError`."""
+    repository, tag = _repository(name)
+    folders, model = repository.split("/"), repository.rpartition("/")[2]
+    return models_folder().joinpath(*file_names(urlsplit(_registry()).netloc, *folders, f"{model}-{tag}.gguf"))
+
+
+def _repository(name: str) -> tuple[str, str]:
+    found = _NAME.fullmatch(name)
+    if not found:
+        raise ModelError(f"--docker-repo is {name!r:.200}; it must be [REPO/]MODEL[:TAG], such as ai/smollm2:135M-Q4_0")
+    return found[1] if "/" in found[1] else f"{_NAMESPACE}/{found[1]}", found[2] or "latest"
+
+
+def _registry() -> str:
+    return (os.environ.get("CPPBATCH_DOCKER_REGISTRY") or _REGISTRY).rstrip("/")
 
 
 def _manifest(url: str) -> tuple[str, Any]:

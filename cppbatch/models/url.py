@@ -30,7 +30,7 @@ Say = Callable[[str], object]
 def pull_url(url: str, say: Say = lambda line: None) -> Path:
     """The path of a model, given the address of its first or only file. Files that are there are not downloaded again;
     an interrupted download continues. Raises `ModelError`."""
-    path = _place(url)
+    path = url_file(url)
     for part in model_parts(path):
         download(url if part == path else _beside(url, part.name), part, say)
     return check_model(path)
@@ -38,12 +38,12 @@ def pull_url(url: str, say: Say = lambda line: None) -> Path:
 
 def pull_url_file(url: str, say: Say = lambda line: None) -> Path:
     """As `pull_url`, for a file that is not a model, such as a projector."""
-    path = _place(url)
+    path = url_file(url)
     download(url, path, say)
     return check_file(path)
 
 
-def _place(url: str) -> Path:
+def url_file(url: str) -> Path:
     """The file for an address: its host and path, in the models folder. Raises `ModelError`."""
     parts = urlsplit(url)
     names = file_names(parts.netloc.rpartition("@")[2], *unquote(parts.path).split("/"))

@@ -79,7 +79,9 @@ def test_a_draft_model_may_be_on_the_hub_too(hub: FakeHub, folder: Path, monkeyp
     assert os.environ["HF_TOKEN"] == "secret"
 
 
-def test_presets_name_models_of_the_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+def test_presets_name_models_of_the_hub_which_are_downloaded_when_they_are_used(
+    hub: FakeHub, folder: Path, tmp_path: Path
+) -> None:
     preset = tmp_path / "models.ini"
     preset.write_text(
         "[one]\nhf = owner/Tiny-GGUF:Q8_0\nctx-size = 512\n\n"
@@ -89,7 +91,12 @@ def test_presets_name_models_of_the_hub(hub: FakeHub, folder: Path, tmp_path: Pa
     sources = ModelSources(settings_file=preset)
     config, deployment = EngineConfig(model_path=""), Deployment()
     catalog = Catalog(sources, config, set(), deployment, ServerSettings())
-    specs = {each.name: each.config for each in catalog.read().specs}
+    assert all(each.is_elsewhere for each in catalog.read().specs)
+    assert hub.requests == []
+    catalog.fetch("one")
+    assert {each.name for each in catalog.read().specs if each.is_elsewhere} == {"two"}
+    catalog.fetch("two")
+    specs = {each.name: each.config for each in catalog.read().specs if not each.is_elsewhere}
     here = folder / "owner" / "Tiny-GGUF"
     assert {name: Path(config.model_path).name for name, config in specs.items()} == {
         "one": "Tiny-Q8_0.gguf", "two": "Tiny-Q4_0.gguf", "owner/Tiny-GGUF:Q8_0": "Tiny-Q8_0.gguf",

@@ -30,9 +30,10 @@ from cppbatch.server.run_requests import target_concurrency
 from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.sizes import models_fit
 
-ModelStatusName = Literal["unloaded", "loading", "loaded", "unloading", "sleeping", "failed"]
-"""`unloading`: it gets no new requests, and ends after its last one. `sleeping`: its workers have stopped because they
-were idle. `failed`: its workers crash repeatedly, or the last attempt to load it failed."""
+ModelStatusName = Literal["unloaded", "downloading", "loading", "loaded", "unloading", "sleeping", "failed"]
+"""`downloading`: its file, before its first load. `unloading`: it gets no new requests, and ends after its last one.
+`sleeping`: its workers have stopped because they were idle. `failed`: its workers crash repeatedly, or the last attempt
+to load it failed."""
 
 
 class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
