@@ -45,6 +45,8 @@ whole: all computed tokens of the other sequence, by copying, because they canno
 possible.
 """
 
+SCALED_FILES = ("lora", "control_vectors")
+"""The settings that are files with scales."""
 CPU_PARTS = ("cpu_moe", "n_cpu_moe", "n_cpu_ffn")
 """The settings that keep parts of layers on the CPU."""
 PLACEMENT = (
@@ -454,7 +456,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
-            if name in ("lora", "control_vectors"):  # `_check_scales` does
+            if name in SCALED_FILES:  # `_check_scales` does
                 continue
             value = _convert(name, getattr(self, name))
             if setting.range and not setting.range.low <= value <= setting.range.high:
@@ -602,6 +604,14 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             if not math.isfinite(scale) or abs(scale) > MOST_SCALE:
                 message = f"it must be from {-MOST_SCALE:g} to {MOST_SCALE:g}"
                 raise ConfigError(f"{setting_name(name)}: the scale of {path} is {scale}; {message}")
+        names: dict[str, str] = {}
+        for path, _ in given:
+            if other := names.get(adapter_name(path)):
+                raise ConfigError(
+                    f"{setting_name(name)}: {other} and {path} have the same name {adapter_name(path)!r}; rename one "
+                    "of the files"
+                )
+            names[adapter_name(path)] = path
         return given
 
     def _check_lora(self) -> None:
@@ -609,15 +619,6 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         if self.lora_init_without_apply:
             lora = tuple((path, 0.0) for path, _ in lora)
         msgspec.structs.force_setattr(self, "lora", lora)
-        names: dict[str, str] = {}
-        for path, _ in lora:
-            name = adapter_name(path)
-            if name in names:
-                raise ConfigError(
-                    f"{setting_name('lora')}: {names[name]} and {path} have the same name {name!r}; rename one of the "
-                    "files"
-                )
-            names[name] = path
 
     def _check_model_changes(self) -> None:
         msgspec.structs.force_setattr(self, "control_vectors", self._check_scales("control_vectors"))
@@ -746,7 +747,7 @@ def disk_folder(setting: str) -> tuple[Path, int] | None:
 
 
 def adapter_name(path: str) -> str:
-    """The name of a LoRA adapter in requests."""
+    """The name of a LoRA adapter or control vector in requests."""
     return Path(path).stem
 
 

@@ -76,8 +76,8 @@ class ModelChanges(msgspec.Struct, frozen=True, kw_only=True):
     )] = False
     control_vectors: Annotated[tuple[tuple[str, float], ...], _model(
         "--control-vector --control-vector-scaled",
-        "Control vectors, GGUF files of directions that are added to the layers' outputs in all requests, each with "
-        "scale 1 by default.",
+        "Control vectors, GGUF files of directions that are added to the layers' outputs, each with scale 1 by "
+        "default. Requests can override the scales.",
         metavar="FILE[:SCALE],...",
     )] = ()
     control_vector_layers: Annotated[tuple[int, ...], _model(

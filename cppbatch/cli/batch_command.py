@@ -29,7 +29,7 @@ from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option
-from cppbatch.config import EngineConfig
+from cppbatch.config import SCALED_FILES, EngineConfig
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
 from cppbatch.regular_files import open_regular
 
@@ -200,7 +200,9 @@ def batch(
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
-    changes = msgspec.json.decode(msgspec.json.encode(config.model_changes))  # as a ledger has them
+    scaled = {name: [(Path(path).name, scale) for path, scale in getattr(config, name)] for name in SCALED_FILES}
+    given = {**config.model_changes, **{name: files for name, files in scaled.items() if files}}
+    changes = msgspec.json.decode(msgspec.json.encode(given))  # as a ledger has them
     job, stamp = msgspec.structs.replace(job, model_changes=changes), input_stamp(job.input_format.path)
     with InputReader(job.input_format, URLS) as reader:
         first = reader.first()  # before anything is written

@@ -249,6 +249,10 @@ _MODEL = [
         help="Address of a GGUF file to download; for a split model, of its first part.",
     ),
     option(
+        "-dr", "--docker-repo", "docker_repo", llama_env="LLAMA_ARG_DOCKER_REPO", metavar="[REPO/]MODEL[:TAG]",
+        default=None, help="Model in Docker Hub's registry, as for -m docker://REPO/MODEL. Default REPO: ai.",
+    ),
+    option(
         "-mmu", "--mmproj-url", "mmproj_url", llama_env="LLAMA_ARG_MMPROJ_URL", metavar="URL", default=None,
         help="As --mmproj, from an address.",
     ),
@@ -351,6 +355,7 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
         hf_token: str | None = None,
         hf_repo_draft: str | None = None,
         model_url: str | None = None,
+        docker_repo: str | None = None,
         mmproj_url: str | None = None,
         mmproj_auto: bool = False,
         **arguments: Any,
@@ -373,6 +378,8 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
         EngineConfig(model_path="", **{**settings, **sizes})  # raises for wrong values before a model is downloaded
         if model_url and not any(map(os.path.isfile, named)):  # -m is where llama-server would put it
             named = (model_url,)
+        if docker_repo:
+            named = (f"docker://{docker_repo}",)
         named = (*([on_hub] if (on_hub := hub_name(hf_repo, hf_file)) else []), *named)
         if several:
             sources = arguments["sources"]

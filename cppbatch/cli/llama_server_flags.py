@@ -90,6 +90,7 @@ _ONE_THREADS = "one set of threads computes everything; --threads, --cpu-mask an
 _WAITING = "OMP_WAIT_POLICY controls how compute threads wait"
 _PRIORITY = "set the priority with nice or a systemd unit"
 _ADAPTS = "drafts adapt to their acceptance and the cost of a step"
+_NGRAMS = "matches of several lengths count by how often they were right; --spec-draft-n-max limits the drafts"
 _VIDEO = "no video is read, only images and audio"
 _OWN_PAGE = "this server's web page has its own settings"
 _NO_TOOLS = "the server runs no tools: clients run those that a model calls"
@@ -144,7 +145,7 @@ UNNEEDED = (
     UnneededFlag("--spec-draft-p-min --draft-p-min", _ADAPTS, "P"),
     UnneededFlag("--spec-draft-p-split --draft-p-split", _ADAPTS, "P"),
     *(
-        UnneededFlag(f"--spec-ngram-{name}", _ADAPTS, "N")
+        UnneededFlag(f"--spec-ngram-{name}", _NGRAMS, "N")
         for name in (
             "mod-n-min mod-n-max mod-n-match simple-size-n simple-size-m simple-min-hits map-k-size-n map-k-size-m "
             "map-k-min-hits map-k4v-size-n map-k4v-size-m map-k4v-min-hits size-n size-m min-hits"
@@ -180,12 +181,6 @@ REFUSED = (
     ),
     RefusedFlag(
         "--ui-mcp-proxy --webui-mcp-proxy", "the server is never a proxy for other hosts", "LLAMA_ARG_UI_MCP_PROXY"
-    ),
-    RefusedFlag(
-        "-dr --docker-repo",
-        "models come from files or the Hugging Face hub: use -hf, or download the file and use -m",
-        "LLAMA_ARG_DOCKER_REPO",
-        "MODEL",
     ),
 )
 """The flags that are refused."""

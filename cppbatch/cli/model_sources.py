@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.models.find import models_in, short_name, shorter_names
 from cppbatch.models.hub import hub_model, present_file
-from cppbatch.models.pull import choose_model, choose_projector, projector_at
+from cppbatch.models.pull import choose_model, choose_projector, is_downloaded, projector_at
 
 if TYPE_CHECKING:
     from cppbatch.cli.model_settings import ModelFile, ModelSettings
@@ -33,7 +34,8 @@ log = logging.getLogger("cppbatch.flags")
 _HUB_KEYS = ("hf-repo", "hf", "hfr")
 _HUB_FILE_KEYS = ("hf-file", "hff")
 _URL_KEYS = ("model-url", "mu")
-_FILE_KEYS = ("model", "m", *_HUB_KEYS, *_HUB_FILE_KEYS, *_URL_KEYS)
+_DOCKER_KEYS = ("docker-repo", "dr")
+_FILE_KEYS = ("model", "m", *_HUB_KEYS, *_HUB_FILE_KEYS, *_URL_KEYS, *_DOCKER_KEYS)
 """The keys that name a model's file in its section of the settings file."""
 _ALIAS_KEYS = ("alias", "a")
 _NO_MMPROJ_KEYS = ("no-mmproj", "no-mmproj-auto", "mmproj-auto")
@@ -156,16 +158,29 @@ class Catalog:
         _refuse("--alias", bool(settings.aliases))
         self._sources, self._config, self._given = sources, config, given
         self._deployment, self._settings = deployment, settings
+        self._reading = threading.Lock()
+        self._missing: dict[str, list[Callable[[], object]]] = {}
+        """What downloads the files of the models that have some elsewhere."""
         self._projectors: dict[str, Path | None] = {}
         """Those of models of the hub."""
         self._meant: dict[str, Path] = {}
         """The file of every name that a model has had, also of the names without a weight type."""
 
     def read(self) -> CatalogContent:
-        """The current models. Raises `ConfigError` and `ModelError`."""
+        """The current models. Downloads nothing. Raises `ConfigError` and `ModelError`."""
+        with self._reading:
+            return self._read()
+
+    def fetch(self, name: str) -> None:
+        """As in `ModelCatalog`."""
+        for download in self._missing.get(name, ()):
+            download()
+
+    def _read(self) -> CatalogContent:
         from cppbatch.cli.model_settings import ModelFile, parse_settings, read_settings
         from cppbatch.server.models.many import CatalogContent
 
+        self._missing = {}
         file = self._sources.settings_file
         if file and self._sources.is_llama_cpp_python:
             content = read_llama_cpp_python_config(file).models
@@ -194,8 +209,11 @@ class Catalog:
             for key in (*_FILE_KEYS, *_NO_MMPROJ_KEYS):
                 given.pop(key, None)
             for setting, keys, find in _ELSEWHERE:
-                if url := next((given.pop(key) for key in keys if key in given), None):
-                    given.setdefault(setting, str(find(str(url))))
+                if named := next((str(given.pop(key)) for key in keys if key in given), None):
+                    if is_downloaded(named):
+                        given.setdefault(setting, str(find(named)))
+                    else:
+                        self._missing.setdefault(name, []).append(partial(find, named))
             if given.pop("stop-timeout", None) is not None:
                 log.info(
                     "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"
@@ -203,7 +221,8 @@ class Catalog:
             if (key := repr(given)) not in parsed:
                 parsed[key] = parse_settings(given, f"--models-config, model {name!r}")
             spec = self._spec(name, path, parsed[key])
-            specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload))
+            is_elsewhere = name in self._missing
+            specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload, is_elsewhere=is_elsewhere))
         _check_aliases(specs)
         self._remember(paths)
         return CatalogContent(specs, self._default(content, [spec.name for spec in specs]))
@@ -277,7 +296,11 @@ class Catalog:
         given = settings.get("model", settings.get("m"))
         file = self._sources.settings_file
         if given is None and (elsewhere := _elsewhere(name, settings)):
-            self._projectors[name] = None if _MMPROJ_KEYS & settings.keys() else choose_projector(elsewhere)
+            finds = [choose_model] if _MMPROJ_KEYS & settings.keys() else [choose_projector, choose_model]
+            if not is_downloaded(elsewhere):
+                self._missing[name] = [partial(find, elsewhere) for find in finds]
+                return Path(elsewhere)
+            self._projectors[name] = choose_projector(elsewhere) if choose_projector in finds else None
             return choose_model(elsewhere)
         if given is None or file is None:
             raise ConfigError(
@@ -319,14 +342,17 @@ class Catalog:
 
 
 def _elsewhere(name: str, settings: Mapping[str, Any]) -> str | None:
-    """The model of the hub, or at an address, that a section of the settings file names; None: a file here."""
+    """The model of the hub, of a registry, or at an address, that a section of the settings file names; None: a file
+    here."""
 
     def value(keys: Sequence[str]) -> str | None:
         return next((str(settings[key]) for key in keys if key in settings), None)
 
+    if image := value(_DOCKER_KEYS):
+        return f"docker://{image}"
     named = hub_name(value(_HUB_KEYS), value(_HUB_FILE_KEYS)) or value(_URL_KEYS)
     on_hub = hub_model(name)
-    return named or (name if on_hub and present_file(on_hub) else None)
+    return named or (name if on_hub and (on_hub.choice or present_file(on_hub)) else None)
 
 
 def _names(path: Path, prefix: str) -> list[str]:

@@ -17,8 +17,8 @@ from cppbatch.engine.params import PARAMS
 _GROUPS = {  # *: the engine's settings under this heading
     "Input and output": "prompts file images sounds as_chat as_json output errors column id_column template endpoint "
     "raw system save_to continue_from ordered longest_first retry_failed overwrite",
-    "Model": "model hf_repo hf_file hf_token hf_repo_draft model_url * mmproj_url mmproj_auto chat_template "
-    "template_variables reasoning reasoning_effort reasoning_format preserves_reasoning thinking_tokens "
+    "Model": "model hf_repo hf_file hf_token hf_repo_draft model_url docker_repo * mmproj_url mmproj_auto "
+    "chat_template template_variables reasoning reasoning_effort reasoning_format preserves_reasoning thinking_tokens "
     "thinking_budget thinking_message skip_chat_parsing prefill_assistant parse_special spm_infill embd_normalize",
     "Batch and memory": "* memory_check",
     "Speed": "* use_profile",

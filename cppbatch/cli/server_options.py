@@ -168,8 +168,8 @@ _MODEL_OPTIONS = [
         "does.",
     ),
     option(
-        "--reasoning-format", llama_env="LLAMA_ARG_THINK", type=Choice(["auto", "none"], {"deepseek": "auto"}),
-        default="auto",
+        "--reasoning-format", llama_env="LLAMA_ARG_THINK", default="auto",
+        type=Choice(["auto", "none"], {"deepseek": "auto", "deepseek-legacy": "auto"}),
         help="auto: reasoning is returned as reasoning_content; none: in the content, with its tags.",
     ),
     option(

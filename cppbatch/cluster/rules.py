@@ -94,7 +94,8 @@ def prompt_prefixes(request: GenerationRequest) -> list[Prefix]:
     prompt = request.prompt
     if not request.cache_prompt or request.task == "embed" or isinstance(prompt, Pair):
         return []
-    scope = (request.cache_salt, None if request.lora is None else frozenset(request.lora.items()))
+    adapters = (each and frozenset(each.items()) for each in (request.lora, request.control_vectors))
+    scope = (request.cache_salt, *adapters)
     return [
         Prefix(length // _CHARACTERS_PER_TOKEN, hash((scope, part if isinstance(part, str) else tuple(part))))
         for length, part in _parts(_text_with_digests(prompt) if isinstance(prompt, MediaPrompt) else prompt)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cppbatch.chat.messages import PlainText
 from cppbatch.config import setting_name
-from cppbatch.engine.lora_sets import adapter_set
+from cppbatch.engine.lora_sets import set_of_request
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, UNLIMITED, actual_seed, token_ids
@@ -113,15 +113,15 @@ class InputProcessor:
         else:
             prompt = self._tokens(request.prompt, cancelled)
         limit, n = self._info.max_sequence, len(prompt)
+        adapters = set_of_request(request, self._info)
         if request.task == "embed":
             if n > limit:
                 raise self._too_long("prompt", f"has {n} tokens", n)
-            return Seq(request, prompt, max_new=0, seed=0, now=arrived_at)
+            return Seq(request, prompt, max_new=0, seed=0, now=arrived_at, adapters=adapters)
         if n >= limit:
             raise self._too_long("prompt", f"has {n} tokens", n, purpose=" for prompt and answer")
         shifts = self._context_shift and not runs
         max_new = self._max_new(request, n, shifts=shifts)
-        adapters = adapter_set(request.lora, self._info.adapters)
         prediction = self._prediction(request, cancelled)
         plan = make_sampling_plan(request.params, self._vocab, limit)
         is_expired = request.timeout is not None and perf_counter() >= arrived_at + request.timeout  # it gets no token

@@ -20,13 +20,13 @@ class FillIn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter loaded with the model. Its id is its index in the list."""
+    """A LoRA adapter or control vector loaded with the model. Its id is its index in the list."""
 
     name: str
     """The file name without its extension."""
     path: str
     scale: float
-    """The scale for requests without `lora`."""
+    """The scale for requests without `lora` or `control_vectors`."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +73,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     changes: dict[str, Any] = {}
     """The given settings that change what the model computes (`ModelChanges.model_changes`)."""
     adapters: tuple[AdapterInfo, ...] = ()
+    control_vectors: tuple[AdapterInfo, ...] = ()
     modalities: tuple[Literal["image", "audio"], ...] = ()
     """Media that prompts may contain; empty without a projector (`EngineConfig.mmproj`)."""
 

@@ -172,6 +172,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     completion."""
     lora: dict[str | int, float] | None = None
     """LoRA adapters by name or index (from 0), with their scales; others are off. None: the scales of --lora."""
+    control_vectors: dict[str | int, float] | None = None
+    """Control vectors by name or index (from 0), with their scales; others are off. None: the scales of
+    --control-vector."""
     usage_events: UsageEvents = "end"
     """Which events have `usage`. Unless "end", there are also events without tokens: on admission, and after each step
     that computes part of the prompt."""
@@ -211,27 +214,26 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         elif not isinstance(self.prediction, str | None):
             message = f"is {format_value(self.prediction)}; it must be a string or a list of token ids"
             raise InvalidRequest("prediction", message)
-        if self.lora is not None:
-            self._check_lora(self.lora)
+        _check_scales("lora", self.lora)
+        _check_scales("control_vectors", self.control_vectors)
 
-    @staticmethod
-    def _check_lora(lora: object) -> None:
-        """Checks types and ranges. The engine checks whether these adapters exist."""
-        if not isinstance(lora, Mapping):
-            raise InvalidRequest("lora", f"is {format_value(lora)}; it must be an object that maps adapters to scales")
-        if len(lora) > _MAX_ADAPTERS or any(isinstance(key, str) and len(key) > _MAX_NAME for key in lora):
-            raise InvalidRequest(
-                "lora", f"has more than {_MAX_ADAPTERS} adapters, or a name of more than {_MAX_NAME} characters"
-            )
-        for key, scale in lora.items():
-            if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
-                raise InvalidRequest(
-                    "lora",
-                    f"has the key {format_value(key)}; a key must be the name of an adapter, or its number from 0",
-                )
-            if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_SCALE:
-                message = f"it must be from {-MOST_SCALE:g} to {MOST_SCALE:g}"
-                raise InvalidRequest("lora", f"is {format_value(scale)} for {format_value(key)}; {message}")
+
+def _check_scales(field: str, scales: object) -> None:
+    """Checks types and ranges, unless it is None. The engine checks whether these adapters exist."""
+    if scales is None:
+        return
+    if not isinstance(scales, Mapping):
+        raise InvalidRequest(field, f"is {format_value(scales)}; it must be an object that maps names to scales")
+    if len(scales) > _MAX_ADAPTERS or any(isinstance(key, str) and len(key) > _MAX_NAME for key in scales):
+        message = f"has more than {_MAX_ADAPTERS} entries, or a name of more than {_MAX_NAME} characters"
+        raise InvalidRequest(field, message)
+    for key, scale in scales.items():
+        if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
+            message = f"has the key {format_value(key)}; a key must be a name, or a number from 0"
+            raise InvalidRequest(field, message)
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_SCALE:
+            message = f"it must be from {-MOST_SCALE:g} to {MOST_SCALE:g}"
+            raise InvalidRequest(field, f"is {format_value(scale)} for {format_value(key)}; {message}")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -248,6 +250,7 @@ class RequestOptions(TypedDict, total=False):
     n_discard: int
     prediction: str | list[int] | None
     lora: dict[str | int, float] | None
+    control_vectors: dict[str | int, float] | None
     usage_events: UsageEvents
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -222,7 +222,9 @@ def load_model(
     model.context_params |= config.rope_params
     if config.control_vectors and not no_alloc:
         try:
-            model.add_control_vectors(config.control_vectors, config.control_vector_layers)
+            model.control_vector_layers = config.control_vector_layers
+            for path, _ in config.control_vectors:
+                model.add_control_vector(path)
         except BaseException:
             model.close()
             raise
@@ -703,5 +705,10 @@ def _info(
         rerank_template=model.rerank_template,
         labels=model.labels if pooling == "rank" else [],
         changes=config.model_changes,
-        adapters=tuple(AdapterInfo(name=adapter_name(path), path=path, scale=scale) for path, scale in config.lora),
+        adapters=_adapter_infos(config.lora),
+        control_vectors=_adapter_infos(config.control_vectors),
     )
+
+
+def _adapter_infos(files: Iterable[tuple[str, float]]) -> tuple[AdapterInfo, ...]:
+    return tuple(AdapterInfo(name=adapter_name(path), path=path, scale=scale) for path, scale in files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import combinations
 from pathlib import Path
 
@@ -300,17 +300,21 @@ def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
             )
 
 
-def check_model(journal: Journal, model: str, digest: str) -> None:
-    """Called before a job's lines are run, with the model's `model_digest`. Raises `ConfigError` if its results are of
-    another file of the same name."""
-    ledger, now = journal.ledger, {"digest": digest}
+def check_model(journal: Journal, model: str, digest: str, others: Mapping[str, str] | None = None) -> None:
+    """Called before a job's lines are run, with the model's `model_digest`, and `others`: adapters, control vectors and
+    the projector, with theirs. Raises `ConfigError` if its results are of another file of the same name."""
+    ledger, of_others = journal.ledger, {Path(path).name: digest for path, digest in (others or {}).items()}
     begun = ledger.note(_MODEL_NOTE)
     if begun is None or not ledger.n_completed:
-        ledger.set_note(_MODEL_NOTE, now)
-    elif begun != now:
+        ledger.set_note(_MODEL_NOTE, {"digest": digest, "others": of_others})
+        return
+    before = begun.get("others", {})
+    changed = [model] if begun["digest"] != digest else []
+    changed += [path for path, now in (others or {}).items() if before.get(Path(path).name, now) != now]
+    if changed:
         raise ConfigError(
-            f"the job was started with another file named {Path(model).name} than {model}: use that file to resume, "
-            "choose another -o, or use --overwrite"
+            f"the job was started with another file named {Path(changed[0]).name} than {changed[0]}: use that file to "
+            "resume, choose another -o, or use --overwrite"
         )
 
 

@@ -14,6 +14,7 @@ from cppbatch.config import FlashAttention, Pooling, setting_name
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
+from cppbatch.llama.control_vector import apply_directions
 from cppbatch.llama.library import C, layer_rows, nextn
 from cppbatch.llama.llama_batch import (
     ALL_ROWS,
@@ -168,8 +169,9 @@ class Context:
                 f"{lines[-1] if lines else 'llama.cpp gave no reason'}. To use less memory, lower {smaller}"
             )
             raise Backend.get().failure(LlamaError(message), lines)
-        if model.control_vector and not self._is_head:
-            model.control_vector.apply(handle)
+        if model.control_vectors and not self._is_head:  # llama.cpp allocates memory for them here, not in a step
+            apply_directions(handle, model.control_vectors[0], ())
+            apply_directions(handle, None, ())
         self.kv_unified = kv_unified
         self.n_ctx: int = C.llama_n_ctx(handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(handle)
@@ -248,19 +250,25 @@ class Context:
         return pointer
 
     def use_adapters(self, adapters: tuple[tuple[int, float], ...]) -> None:
-        """Sets the LoRA adapters, (index in `Model.adapters`, scale), from the next decode on.
+        """Sets the LoRA adapters, (index in `Model.adapters`, scale), from the next decode on, and the control vectors,
+        whose indices follow.
 
         A change makes llama.cpp rebuild its graph in that decode; an unchanged set costs nothing. Raises `OutOfRange`
-        for an index out of range.
+        for an index out of range, and `LlamaError`.
         """
         if adapters == self._adapters:
             return
-        known = self.model.adapters
+        model = self.model
+        n, n_all = len(model.adapters), len(model.adapters) + len(model.control_vectors)
         for i, _ in adapters:
-            if not 0 <= i < len(known):
-                raise OutOfRange(f"adapter {i} was requested; the model has {len(known)}")
-        handles, scales = [known[i] for i, _ in adapters], [scale for _, scale in adapters]
-        C.llama_set_adapters_lora(self.handle, *adapter_arguments(handles, scales))
+            if not 0 <= i < n_all:
+                raise OutOfRange(f"adapter {i} was requested; the model has {n_all}")
+        lora = [(model.adapters[i], scale) for i, scale in adapters if i < n]
+        C.llama_set_adapters_lora(self.handle, *adapter_arguments([each for each, _ in lora], [s for _, s in lora]))
+        vectors, used = ([pair for pair in pairs if pair[0] >= n] for pairs in (adapters, self._adapters))
+        if vectors != used:
+            scaled = (np.float32(scale) * model.control_vectors[i - n] for i, scale in vectors)
+            apply_directions(self.handle, sum(scaled) if vectors else None, model.control_vector_layers)
         self._adapters = adapters
 
     def use_threads(self, n: int) -> None:

@@ -16,7 +16,7 @@ from cppbatch.config import LazyMode, LoadMode, Numa, Pooling, SplitMode
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.control_vector import ControlVector, read_control_vectors
+from cppbatch.llama.control_vector import Directions, read_control_vector
 from cppbatch.llama.library import C
 from cppbatch.llama.llama_batch import ALL_ROWS
 from cppbatch.llama.lora import load_adapter
@@ -44,6 +44,9 @@ class _Closeable(Protocol):
 
 class Model:
     """A loaded GGUF model: weights, vocabulary, metadata. A context manager; `close` frees its contexts first."""
+
+    control_vector_layers: tuple[int, ...] = ()
+    """The first and the last layer that control vectors apply to; (): all."""
 
     def __init__(
         self,
@@ -92,8 +95,8 @@ class Model:
         """Fields of `llama_context_params` for every new context, for example those of RoPE."""
         self.adapters: list[Any] = []
         """llama.cpp's pointers to the LoRA adapters; `Context.use_adapters` takes indices into this list."""
-        self.control_vector: ControlVector | None = None
-        """Applied in every new context."""
+        self.control_vectors: list[Directions] = []
+        """For `Context.use_adapters`, their indices follow those of the LoRA adapters."""
         self._overrides = [parse_override(each) for each in kv_overrides]
         self._contexts: weakref.WeakSet[_Closeable] = weakref.WeakSet()
         if not self.path.is_file():
@@ -155,10 +158,10 @@ class Model:
         n_experts = int(self._architecture_metadata("expert_count") or 0)
         self.adapters.append(load_adapter(Path(path), self.handle, self.path, n_experts))
 
-    def add_control_vectors(self, files: Sequence[tuple[str, float]], layers: tuple[int, ...]) -> None:
-        """Loads control vectors, with their scales, for contexts that are created later. Raises `ModelError`."""
+    def add_control_vector(self, path: str | Path) -> None:
+        """Loads a control vector. Must be called before a context is created. Raises `ModelError`."""
         n_embd = int(C.llama_model_n_embd(self.handle))
-        self.control_vector = read_control_vectors(files, layers, n_embd=n_embd, n_layers=self.n_layers)
+        self.control_vectors.append(read_control_vector(Path(path), n_embd=n_embd, n_layers=self.n_layers))
 
     def adopt(self, context: _Closeable) -> None:
         """Registers a context, to be closed before the model is freed."""

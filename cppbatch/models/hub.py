@@ -195,7 +195,8 @@ def _sizes(hub: Any, repository: str) -> dict[str, int]:
 
 
 def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT")  # read now: the client reads it when it is imported
+    """$MODEL_ENDPOINT (llama.cpp's name) or $HF_ENDPOINT; read now: the client reads it when it is imported."""
+    return os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT")
 
 
 def _choose_files(model: HubModel, sizes: dict[str, int]) -> list[str]:

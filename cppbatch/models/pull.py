@@ -13,10 +13,11 @@ from pathlib import Path
 from cppbatch import child_processes
 from cppbatch.errors import ModelError
 from cppbatch.models.check import check_model
-from cppbatch.models.find import copy_path, find_model, is_copy, models_folder, models_in
-from cppbatch.models.hub import hub_model, pull_model, pull_projector
+from cppbatch.models.find import copy_path, find_model, is_copy, model_parts, models_folder, models_in
+from cppbatch.models.hub import hub_model, present_file, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.library import library_model
+from cppbatch.models.registry import SCHEME, image_file, pull_image
 from cppbatch.models.requantize import (
     EXACT,
     bits,
@@ -27,7 +28,7 @@ from cppbatch.models.requantize import (
     requantize,
     suited_types,
 )
-from cppbatch.models.url import pull_url, pull_url_file
+from cppbatch.models.url import pull_url, pull_url_file, url_file
 
 _CHUNK = 1 << 20
 
@@ -65,8 +66,8 @@ def choose_model(named: str | None) -> Path:
     necessary.
 
     `named`: a path; a file in the models folder, with or without ".gguf"; a name of `cppbatch models list`; or
-    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, or the address of a file, downloaded if
-    missing.
+    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, the address of a file, or
+    docker://REPO/MODEL:TAG, downloaded if missing.
     A model and its requantised copy count as one, and the copy is chosen. Raises `ModelError`.
     """
     if named:
@@ -75,11 +76,26 @@ def choose_model(named: str | None) -> Path:
             return check_model(found)
         if named.startswith(("http://", "https://")):
             return pull_url(named, _say)
+        if named.startswith(SCHEME):
+            return pull_image(named.removeprefix(SCHEME), _say)
         if not os.path.isdir(path) and (on_hub := hub_model(named)):
             return pull_model(on_hub, _say)
         return check_model(local_model(named))
     only = _only_model()
     return check_model(only) if only else pull_default()
+
+
+def is_downloaded(named: str) -> bool:
+    """Whether `choose_model`, or `projector_at` for an address, needs no network. Raises `ModelError` for a damaged
+    file, and for the address of something else."""
+    if _given_file(named):
+        return True
+    if named.startswith(("http://", "https://")):
+        return all(part.is_file() for part in model_parts(url_file(named)))
+    if named.startswith(SCHEME):
+        return image_file(named.removeprefix(SCHEME)).is_file()
+    on_hub = hub_model(named)
+    return not on_hub or present_file(on_hub) is not None
 
 
 def _given_file(named: str) -> Path | None:

@@ -111,8 +111,8 @@ def test_a_request_without_lora_gets_the_adapters_with_their_startup_scales(
         ({"x": "1"}, "is '1' for 'x'"),
         ({"x": True}, "is True for 'x'"),
         ({"x": None}, "is None for 'x'"),
-        (["x"], "must be an object that maps adapters to scales"),
-        ("x", "must be an object that maps adapters to scales"),
+        (["x"], "must be an object that maps names to scales"),
+        ("x", "must be an object that maps names to scales"),
     ],
 )
 def test_invalid_adapters_are_refused(tiny_llama: Path, adapters: Files, lora: Any, reason: str) -> None:

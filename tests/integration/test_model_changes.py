@@ -81,66 +81,6 @@ def test_positions_and_metadata_are_as_in_llama_cpp_python(
     assert bool(np.abs(here - logits_there(tiny_llama)).max() > 1e-3) is is_changed
 
 
-def control_vector(path: Path, directions: dict[int, Any]) -> Path:
-    writer = gguf.GGUFWriter(path, "controlvector")
-    for layer, direction in directions.items():
-        writer.add_tensor(f"direction.{layer}", np.asarray(direction, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.fixture
-def deep(tmp_path: Path) -> Path:
-    return tiny_models.llama(tmp_path / "deep.gguf", shape=LlamaShape(n_layer=4))
-
-
-@pytest.mark.parametrize("layers", [(), (2, 3), (1, 1)])
-def test_control_vectors_are_summed_with_their_scales_in_the_layers_of_the_range(
-    deep: Path, tmp_path: Path, layers: tuple[int, ...]
-) -> None:
-    random = np.random.default_rng(0)
-    one = {layer: random.normal(size=64) for layer in (1, 2, 3)}
-    two = {layer: random.normal(size=64) for layer in (2, 9)}  # the model has no layer 9
-    files = (str(control_vector(tmp_path / "1.gguf", one)), 1.0), (str(control_vector(tmp_path / "2.gguf", two)), -0.5)
-    there = np.array([one[1], one[2] - 0.5 * two[2], one[3]])
-    here = logits_here(deep, control_vectors=files, control_vector_layers=layers)
-    start, end = layers or (1, 99)
-    assert np.allclose(here, logits_there(deep, there, (start, end)), rtol=0, atol=1e-4)
-    assert np.abs(here - logits_there(deep)).max() > 1e-2
-
-
-def test_a_control_vector_also_applies_after_the_layout_has_changed(deep: Path, tmp_path: Path) -> None:
-    files = ((str(control_vector(tmp_path / "1.gguf", {2: np.ones(64)})), 1.0),)
-    runtime = load_runtime(EngineConfig(str(deep), **SIZES, **NO_REPACK, control_vectors=files))
-    try:
-        before = decode(runtime.context, PROMPT)  # type: ignore[arg-type]
-        runtime.context.reopen(n_ctx=256, kv_unified=False, flash_attn="off")  # type: ignore[attr-defined]
-        after = decode(runtime.context, PROMPT)  # type: ignore[arg-type]
-    finally:
-        runtime.close()
-    assert np.allclose(before, after, rtol=0, atol=1e-3)
-    assert np.abs(after - logits_there(deep)).max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("directions", "problem"),
-    [
-        ({1: np.ones(63)}, "is for a model whose vectors have 63 dimensions; those of this model have 64"),
-        ({0: np.ones(64)}, "has the tensor direction.0 of type F32"),
-        ({1: np.ones((2, 32))}, "has the tensor direction.1"),
-    ],
-)
-def test_a_file_that_is_not_a_control_vector_of_the_model_is_refused(
-    deep: Path, tmp_path: Path, directions: dict[int, Any], problem: str
-) -> None:
-    file = control_vector(tmp_path / "1.gguf", directions)
-    with pytest.raises(ModelError, match=problem):
-        logits_here(deep, control_vectors=((str(file), 1.0),))
-
-
 def test_metadata_that_crash_llama_cpp_are_refused_before_the_load(tiny_llama: Path) -> None:
     config = EngineConfig(str(tiny_llama), kv_overrides=("llama.block_count=int:5000",))
     with pytest.raises(ModelError, match=r"llama\.cpp crashes .* with these metadata .*override-kv"):
@@ -184,20 +124,11 @@ def test_a_file_with_weights_that_are_not_numbers_is_refused_if_asked(tmp_path: 
         {"rope_freq_base": 500.0},
         {"rope_scaling": "yarn"},
         {"kv_overrides": ("llama.rope.freq_base=float:77.5",)},
-        {"control_vectors": 1.0},
-        {"control_vectors": 2.0},
-        {"control_vectors": 1.0, "control_vector_layers": (1, 2)},
     ],
 )
-def test_saved_states_are_only_for_engines_with_the_same_changes(
-    deep: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    file = control_vector(tmp_path / "1.gguf", {1: np.ones(64)})
-
+def test_saved_states_are_only_for_engines_with_the_same_changes(tiny_llama: Path, settings: dict[str, Any]) -> None:
     def key(**changed: Any) -> str:
-        if scale := changed.get("control_vectors"):
-            changed["control_vectors"] = ((str(file), scale),)
-        config = EngineConfig(str(deep), **SIZES, **changed)
+        config = EngineConfig(str(tiny_llama), **SIZES, **changed)
         runtime, files = load_runtime(config), weight_files(config)
         try:
             files.read()
@@ -205,11 +136,7 @@ def test_saved_states_are_only_for_engines_with_the_same_changes(
         finally:
             runtime.close()
 
-    changed = key(**settings)
-    assert changed == key(**settings) != key()
-    if "control_vectors" in settings:
-        control_vector(file, {1: np.zeros(64)})
-        assert changed != key(**settings)
+    assert key(**settings) == key(**settings) != key()
 
 
 def test_values_that_are_not_possible_are_refused_with_the_setting() -> None:

@@ -120,7 +120,7 @@ async def test_files_that_do_not_fit_are_refused_in_one_sentence(
             status, answer = await act(http, 0, "restore", file)
             assert (status, answer["error"]["param"]) == (400, "filename"), file
             assert "not a complete slot file" in answer["error"]["message"]
-        for file, why in (("lora.bin", "adapter that is not loaded"), ("none.bin", "cannot be read")):
+        for file, why in (("lora.bin", "adapter or control vector that is not loaded"), ("none.bin", "cannot be read")):
             status, answer = await act(http, 0, "restore", file)
             assert status == 400
             assert why in answer["error"]["message"]
@@ -160,7 +160,7 @@ async def test_a_state_of_other_weights_of_the_same_name_and_size_is_refused(tmp
     async with serve(model, tmp_path, **lora) as http:
         status, answer = await act(http, 0, "restore")
         assert status == 400
-        assert "adapter that is not loaded" in answer["error"]["message"]
+        assert "adapter or control vector that is not loaded" in answer["error"]["message"]
 
 
 async def test_files_of_other_versions_and_settings_are_refused_and_the_worker_lives(

@@ -44,6 +44,17 @@ def begun(folder: Path) -> None:
     journal.close()
 
 
+def test_another_adapter_of_the_same_name_does_not_continue_a_job(tmp_path: Path) -> None:
+    journal = opened(a_job(tmp_path))
+    check_model(journal, "model.gguf", "1", {"a/style.gguf": "2"})
+    journal.register([item(1)])
+    journal.record([result(item(1))])
+    check_model(journal, "model.gguf", "1", {"b/style.gguf": "2", "mmproj.gguf": "3"})  # lines with images have failed
+    with pytest.raises(ConfigError, match=r"was started with another file named style\.gguf than a/style\.gguf"):
+        check_model(journal, "model.gguf", "1", {"a/style.gguf": "4"})
+    journal.close()
+
+
 def test_another_model_of_the_same_name_does_not_continue_a_job(tmp_path: Path) -> None:
     models = [tmp_path / name / "model.gguf" for name in "ab"]
     for model in models:

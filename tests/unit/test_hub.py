@@ -58,6 +58,19 @@ def hub(model_bytes: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield hub
 
 
+def test_llama_cpps_variable_for_a_mirror_comes_first(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("MODEL_ENDPOINT", hub.url)
+    assert choose_model("owner/Tiny-GGUF:Q4_0").name == "Tiny-Q4_0.gguf"
+
+
+def test_a_model_of_a_container_registry_is_given_by_a_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPPBATCH_DOCKER_REGISTRY", "http://127.0.0.1:9")
+    (here := folder / "127.0.0.1_9" / "ai" / "smollm2").mkdir(parents=True)
+    present = tiny_models.llama(here / "smollm2-135M-Q4_0.gguf")
+    assert config_of("-dr", "smollm2:135M-Q4_0").model_path == str(present)
+
+
 def test_a_draft_model_may_be_on_the_hub_too(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
     config = config_of("-hf", "owner/Tiny-GGUF:Q8_0", "-hfd", "owner/Tiny-GGUF:Q4_0", "--no-mmproj", "-hft", "secret")
@@ -66,7 +79,9 @@ def test_a_draft_model_may_be_on_the_hub_too(hub: FakeHub, folder: Path, monkeyp
     assert os.environ["HF_TOKEN"] == "secret"
 
 
-def test_presets_name_models_of_the_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+def test_presets_name_models_of_the_hub_which_are_downloaded_when_they_are_used(
+    hub: FakeHub, folder: Path, tmp_path: Path
+) -> None:
     preset = tmp_path / "models.ini"
     preset.write_text(
         "[one]\nhf = owner/Tiny-GGUF:Q8_0\nctx-size = 512\n\n"
@@ -76,7 +91,12 @@ def test_presets_name_models_of_the_hub(hub: FakeHub, folder: Path, tmp_path: Pa
     sources = ModelSources(settings_file=preset)
     config, deployment = EngineConfig(model_path=""), Deployment()
     catalog = Catalog(sources, config, set(), deployment, ServerSettings())
-    specs = {each.name: each.config for each in catalog.read().specs}
+    assert all(each.is_elsewhere for each in catalog.read().specs)
+    assert hub.requests == []
+    catalog.fetch("one")
+    assert {each.name for each in catalog.read().specs if each.is_elsewhere} == {"two"}
+    catalog.fetch("two")
+    specs = {each.name: each.config for each in catalog.read().specs if not each.is_elsewhere}
     here = folder / "owner" / "Tiny-GGUF"
     assert {name: Path(config.model_path).name for name, config in specs.items()} == {
         "one": "Tiny-Q8_0.gguf", "two": "Tiny-Q4_0.gguf", "owner/Tiny-GGUF:Q8_0": "Tiny-Q8_0.gguf",

@@ -34,9 +34,9 @@ def test_the_page_sorts_all_flags_of_the_pinned_llama_server(there: list[ServerF
     assert page_table(found) in PAGE, "run ./scripts/test llama-server flags"
 
 
-def test_only_flags_of_tools_proxies_and_other_registries_are_refused(there: list[ServerFlag]) -> None:
+def test_only_flags_of_tools_and_proxies_are_refused(there: list[ServerFlag]) -> None:
     names = {flag.names[0] for flags in sort_flags(there).refused.values() for flag in flags}
-    assert names == {"--tools", "-ag", "--mcp-servers-config", "--mcp-servers-json", "--ui-mcp-proxy", "-dr"}
+    assert names == {"--tools", "-ag", "--mcp-servers-config", "--mcp-servers-json", "--ui-mcp-proxy"}
 
 
 def test_the_variables_of_flags_that_do_the_same_are_read_too(there: list[ServerFlag]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from cppbatch.errors import ModelError
 from cppbatch.models.pull import choose_model, projector_at
-from cppbatch.models.url import pull_url
+from cppbatch.models.url import pull_url, pull_url_file
 from tests.support import tiny_models
 from tests.support.http_site import QuietHandler, serving
 
@@ -20,7 +22,10 @@ class Site:
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.cut = files, -1
+        self.knows_if_range = True
+        self.tags = True
         self.requests: list[tuple[str, str | None]] = []
+        self.authorized: list[str | None] = []
         self.url = ""
 
     @contextlib.contextmanager
@@ -30,13 +35,23 @@ class Site:
         class Handler(QuietHandler):
             def do_GET(self) -> None:
                 site.requests.append((self.path, wanted := self.headers.get("Range")))
+                site.authorized.append(self.headers.get("Authorization"))
                 content = site.files.get(self.path.partition("?")[0])
                 if content is None:
                     self.send_error(404)
                     return
-                start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and ranges else 0
+                tag = f'"{hashlib.md5(content).hexdigest()}"'
+                is_same = not site.knows_if_range or self.headers.get("If-Range") == tag
+                start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and ranges and is_same else 0
+                if start >= len(content):
+                    self.send_error(416)
+                    return
                 self.send_response(206 if start else 200)
                 self.send_header("Content-Length", str(len(content) - start))
+                if site.tags:
+                    self.send_header("ETag", tag)
+                if start:
+                    self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
                 self.end_headers()
                 self.wfile.write(content[start : site.cut if site.cut >= 0 else None])
                 site.cut = -1
@@ -74,6 +89,40 @@ def test_an_interrupted_download_continues_where_the_site_can(model: bytes, rang
             pull_url(f"{site.url}/m.gguf")
         assert pull_url(f"{site.url}/m.gguf").read_bytes() == model
         assert [wanted for _, wanted in site.requests] == [None, "bytes=1000-"]
+
+
+@pytest.mark.parametrize("knows_if_range", [True, False])
+@pytest.mark.parametrize("n_more", [0, 512, -512])
+def test_a_download_never_continues_with_another_file(model: bytes, knows_if_range: bool, n_more: int) -> None:
+    other = bytearray(model + bytes(n_more) if n_more >= 0 else model[:n_more])
+    other[900:1100] = bytes(200)
+    with Site({"/m.gguf": model}).running() as site:
+        site.cut = len(model) - 256
+        with pytest.raises(ModelError, match=r"closed before the end"):
+            pull_url_file(f"{site.url}/m.gguf")
+        site.files["/m.gguf"], site.knows_if_range = bytes(other), knows_if_range
+        assert pull_url_file(f"{site.url}/m.gguf").read_bytes() == other
+
+
+def test_a_download_of_a_file_without_a_tag_starts_again(model: bytes) -> None:
+    with Site({"/m.gguf": model}).running() as site:
+        site.cut, site.tags = 1000, False
+        with pytest.raises(ModelError, match=r"closed before the end"):
+            pull_url(f"{site.url}/m.gguf")
+        assert pull_url(f"{site.url}/m.gguf").read_bytes() == model
+        assert [wanted for _, wanted in site.requests] == [None, None]
+
+
+def test_a_download_that_ended_before_its_file_was_renamed_is_not_stuck(model: bytes, models_folder: Path) -> None:
+    with Site({"/m.gguf": model}).running() as site:
+        site.cut = 1000
+        with pytest.raises(ModelError):
+            pull_url(f"{site.url}/m.gguf")
+        (part,) = models_folder.rglob("*.part")
+        part.write_bytes(model)
+        path = pull_url(f"{site.url}/m.gguf")
+    assert path.read_bytes() == model
+    assert [each.name for each in path.parent.iterdir()] == ["m.gguf"]
 
 
 def test_all_parts_of_a_split_model_are_downloaded(model: bytes) -> None:
@@ -116,3 +165,112 @@ def test_a_file_that_is_not_there_or_not_a_model_is_named() -> None:
             pull_url(f"{site.url}/m.gguf")
     with pytest.raises(ModelError, match="could not be downloaded"):
         pull_url(f"{site.url}/m.gguf2".replace("gguf2", "x.gguf"))
+
+
+# --- registries of images ---------------------------------------------------------------------------------------------
+
+
+class Registry:
+    """Images by their names and tags, each with a GGUF file. Blobs are at another host, as CDNs are."""
+
+    def __init__(self, images: dict[str, list[bytes]], *, needs_token: bool = True) -> None:
+        self.images, self.needs_token = images, needs_token
+        self.asked: list[str] = []
+        self.blobs = Site({f"/{hashlib.sha256(each).hexdigest()}": each for files in images.values() for each in files})
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        registry = self
+
+        class Handler(QuietHandler):
+            def do_GET(self) -> None:
+                registry.asked.append(self.path)
+                if self.path.startswith("/token?"):
+                    assert "scope=repository%3Aai%2Fsmol%3Apull" in self.path
+                    assert "service=here" in self.path
+                    self._answer(200, {"token": "secret"})
+                elif registry.needs_token and self.headers.get("Authorization") != "Bearer secret":
+                    where = f'Bearer realm="{url}/token",service="here",scope="repository:ai/smol:pull"'
+                    self._answer(401, {}, **{"WWW-Authenticate": where})
+                elif self.path.startswith("/v2/ai/smol/blobs/sha256:"):
+                    self._answer(307, {}, Location=f"{registry.blobs.url}/{self.path.rpartition(':')[2]}")
+                elif (files := registry.images.get(self.path.removeprefix("/v2/").replace("/manifests/", ":"))) is None:
+                    self._answer(404, {})
+                else:
+                    assert "application/vnd.oci.image.manifest.v1+json" in self.headers["Accept"]
+                    kinds = ["application/vnd.docker.ai.gguf.v3"] * len(files) + ["application/vnd.docker.ai.license"]
+                    digests = [f"sha256:{hashlib.sha256(each).hexdigest()}" for each in [*files, b""]]
+                    layers = [{"mediaType": k, "digest": d} for k, d in zip(kinds, digests, strict=True)]
+                    self._answer(200, {"schemaVersion": 2, "layers": layers})
+
+            def _answer(self, status: int, content: object, **headers: str) -> None:
+                body = json.dumps(content).encode()
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+        with self.blobs.running(), serving(Handler) as url:
+            yield url
+
+
+@pytest.fixture
+def registry(model: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    images = {"ai/smol:latest": [model], "ai/smol:135M-Q4_0": [model], "ai/smol:split": [model, b"b"], "ai/smol:no": []}
+    found = Registry(images)
+    with found.running() as url:
+        monkeypatch.setenv("CPPBATCH_DOCKER_REGISTRY", f"{url}/")
+        yield found
+
+
+def test_a_model_of_a_registry_is_downloaded_once(registry: Registry, model: bytes, models_folder: Path) -> None:
+    for name in ("docker://smol:135M-Q4_0", "docker://ai/smol:135M-Q4_0"):
+        path = choose_model(name)
+        assert path.read_bytes() == model
+        assert path.relative_to(models_folder).parts[1:] == ("ai", "smol", "smol-135M-Q4_0.gguf")
+    assert choose_model("docker://smol").name == "smol-latest.gguf"
+    assert len(registry.blobs.requests) == 2
+    assert len([each for each in registry.asked if each.startswith("/token")]) == 2
+
+
+def test_a_token_of_a_registry_is_not_sent_to_the_host_of_its_files(registry: Registry) -> None:
+    choose_model("docker://smol")
+    assert registry.blobs.authorized == [None]
+
+
+def test_a_registry_may_need_no_token(registry: Registry, model: bytes) -> None:
+    registry.needs_token = False
+    assert choose_model("docker://ai/smol").read_bytes() == model
+    assert not any(each.startswith("/token") for each in registry.asked)
+
+
+def test_a_file_of_a_registry_with_other_contents_is_refused(registry: Registry, model: bytes) -> None:
+    name = next(iter(registry.blobs.files))
+    registry.blobs.files[name] = model[:-1] + b"x"
+    with pytest.raises(ModelError, match=r"has the SHA-256 .*, not .*; run the same command to download it again"):
+        choose_model("docker://ai/smol")
+    registry.blobs.files[name] = model
+    assert choose_model("docker://ai/smol").read_bytes() == model
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("smol:none", r"ai/smol:none could not be read from http.*Not Found. Check the name and the network"),
+        ("smol:split", "ai/smol:split has 2 GGUF files; only images with one can be used"),
+        ("smol:no", "ai/smol:no has 0 GGUF files"),
+        ("../smol", r"--docker-repo is '\.\./smol'; it must be \[REPO/\]MODEL\[:TAG\]"),
+        ("Smol", "--docker-repo is 'Smol'"),
+        ("smol:", "--docker-repo is 'smol:'"),
+    ],
+)
+def test_what_is_not_a_model_of_a_registry_is_named(registry: Registry, name: str, problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        choose_model(f"docker://{name}")
+
+
+def test_a_registry_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPPBATCH_DOCKER_REGISTRY", "http://127.0.0.1:9")  # the discard port: nothing listens
+    with pytest.raises(ModelError, match=r"ai/smol:latest could not be read from http://127\.0\.0\.1:9: .*refused"):
+        choose_model("docker://smol")

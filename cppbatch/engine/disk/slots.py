@@ -177,11 +177,12 @@ def _words(data: npt.NDArray[np.uint8], at: int, n: int) -> npt.NDArray[np.int64
 
 
 # --- state key -------------------------------------------------------------------------------------------------------
-# What identifies a saved state besides its tokens: the model, its LoRA adapters, cache types, settings.
+# What identifies a saved state besides its tokens: the model, its LoRA adapters and control vectors, cache types,
+# settings.
 
 
 AdapterDigests = tuple[tuple[str, float], ...]
-"""The digests of LoRA adapter files with their scales: `AdapterSet` in a persistent form."""
+"""The digests of the files of an `AdapterSet`, with their scales."""
 
 
 def weight_files(config: EngineConfig) -> WeightFiles:
@@ -202,9 +203,9 @@ class StateKey:
         self.cache_types = (config.cache_type_k, config.cache_type_v)
         self.files = files
         self._settings = settings
-        self._adapters = [Path(path) for path, _ in config.lora]
+        self._adapters = [Path(path) for path, _ in (*config.lora, *config.control_vectors)]
         self._projector = config.mmproj
-        self._control_vectors, self._layers = config.control_vectors, config.control_vector_layers
+        self._layers = config.control_vector_layers if config.control_vectors else ()
 
     @property
     def digest(self) -> str:
@@ -213,14 +214,13 @@ class StateKey:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """The settings, with the digests of the projector, which determines the cells of images and audio, and of
-        control vectors."""
+        """The settings, with the digest of the projector, which determines the cells of images and audio, and the
+        layers of control vectors."""
         found = dict(self._settings)
         if self._projector:
             found["mmproj"] = self.files.digest(Path(self._projector))
-        if self._control_vectors:
-            vectors = [(self.files.digest(Path(path)), scale) for path, scale in self._control_vectors]
-            found["control_vectors"] = f"{vectors} {self._layers}"
+        if self._layers:
+            found["control_vector_layers"] = str(self._layers)
         return found
 
     @cached_property
@@ -333,7 +333,8 @@ class Slots:
             raise InvalidRequest("filename", f"{message}; save it again with this server")
         adapters = key.adapter_set(footer.adapters)
         if adapters is None:
-            raise InvalidRequest("filename", f"{path.name!r} was computed with a LoRA adapter that is not loaded")
+            message = f"{path.name!r} was computed with a LoRA adapter or control vector that is not loaded"
+            raise InvalidRequest("filename", message)
         try:
             state = self._kv.read_state(data, footer.form)
         except (TypeError, CppBatchError) as error:

@@ -55,7 +55,8 @@ class RowProposer(DraftModelProposer, ABC):
 
     The engine says what it has computed (`computed`). A sequence's cells in the context for drafts begin at the first
     token whose row is known, unless another sequence has cells of the same prefix: after a cached prefix, or a context
-    shift, the drafts depend only on what follows. Sequences with LoRA adapters, images or audio get no drafts.
+    shift, the drafts depend only on what follows. Sequences with LoRA adapters, control vectors, images
+    or audio get no drafts.
     """
 
     def __init__(

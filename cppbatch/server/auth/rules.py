@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] | None = None
     """Names of the allowed models; None: all."""
     adapters: tuple[str, ...] | None = None
-    """Names of the allowed LoRA adapters; None: all."""
+    """Names of the LoRA adapters and control vectors that its requests may set; None: all."""
 
     @property
     def owner(self) -> str:
@@ -52,18 +52,25 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
         return self.models is None or not set(self.models).isdisjoint(names)
 
     def engine_requests(
-        self, requests: Sequence[GenerationRequest], adapters: Sequence[AdapterInfo]
+        self,
+        requests: Sequence[GenerationRequest],
+        adapters: Sequence[AdapterInfo],
+        vectors: Sequence[AdapterInfo] = (),
     ) -> list[GenerationRequest]:
         """The requests after applying the key's rules: with its priority, and the salt of its owner.
 
-        `adapters`: those of the engine. Raises `Forbidden` for an adapter that the key does not allow, and
-        `InvalidRequest` for a higher priority than the key's.
+        `adapters`, `vectors`: the LoRA adapters and control vectors of the engine. Raises `Forbidden` for those that
+        the key does not allow, and `InvalidRequest` for a higher priority than the key's.
         """
-        return [self._engine_request(request, adapters) for request in requests]
+        return [self._engine_request(request, adapters, vectors) for request in requests]
 
-    def _engine_request(self, request: GenerationRequest, adapters: Sequence[AdapterInfo]) -> GenerationRequest:
+    def _engine_request(
+        self, request: GenerationRequest, adapters: Sequence[AdapterInfo], vectors: Sequence[AdapterInfo]
+    ) -> GenerationRequest:
         if self.adapters is not None:
-            self._check_adapters(request, adapters)
+            self._check_adapters("lora", request.lora, adapters)
+            if request.control_vectors is not None:  # those of --control-vector apply to all keys
+                self._check_adapters("control_vectors", request.control_vectors, vectors)
         # A digest, because with the owner a salt can exceed the length that requests may have.
         salt = sha256(f"{self.owner}\n{request.cache_salt}".encode(errors="surrogatepass"))
         return replace_fields(request, cache_salt=salt.hexdigest(), priority=self._priority(request.priority))
@@ -77,16 +84,18 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             )
         return min(self.priority + asked, BACKGROUND)
 
-    def _check_adapters(self, request: GenerationRequest, adapters: Sequence[AdapterInfo]) -> None:
+    def _check_adapters(
+        self, field: str, wanted: Mapping[str | int, float] | None, known: Sequence[AdapterInfo]
+    ) -> None:
         assert self.adapters is not None
         from cppbatch.engine.lora_sets import adapter_set  # imports numpy, and keys are read before a model is chosen
 
-        names = [adapters[number].name for number, _ in adapter_set(request.lora, adapters)]
+        names = [known[number].name for number, _ in adapter_set(wanted, known, field)]
         if wrong := [name for name in names if name not in self.adapters]:
             raise Forbidden(
-                "lora",
+                field,
                 f"{_join_names(wrong)} is not allowed with this API key; allowed: {_join_names(self.adapters)}. Use "
-                "these in `lora`, or send {} to use the model without adapters",
+                f"these in `{field}`, or send {{}} to use the model without",
             )
 
     def check_sets_adapters(self) -> None:

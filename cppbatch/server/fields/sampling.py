@@ -91,6 +91,8 @@ class SamplingFields(_Numbers, kw_only=True):
     lora: dict[str, float] | list[LoraScale] | None = None
     """LoRA adapters and scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Others are off.
     None: the server's scales (--lora)."""
+    control_vectors: dict[str, float] | None = None
+    """Control vectors and scales: {"name": 0.5}. Others are off. None: the server's scales (--control-vector)."""
 
     @property
     def n_choices(self) -> int:

@@ -43,6 +43,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without a request after which it is unloaded; -1: never."""
     file_version: tuple[int, int] | None = None
     """Modification time of its file (nanoseconds), and its size in bytes. None: the file does not exist."""
+    is_elsewhere: bool = False
+    """Whether a file must be downloaded first: `config` does not have its path yet."""
 
 
 class LoadPlan(NamedTuple):

@@ -21,6 +21,7 @@ from cppbatch.models.inspect import ModelFacts, inspect_model
 from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.http.api_errors import LoadTimeout, ModelNotFound
 from cppbatch.server.models.created import CreatedModel, CreatedModels
+from cppbatch.server.models.downloads import Downloads
 from cppbatch.server.models.loader import LoadPlan, MemoryPlanLoader, ModelSpec
 from cppbatch.server.models.served import ModelCounts, ModelEntry, ModelLease, RouterSettings, ServedModels, status_of
 from cppbatch.server.models.serving import Serving
@@ -50,6 +51,9 @@ class ModelCatalog(Protocol):
 
     def read(self) -> CatalogContent:
         """The current models. Raises `ConfigError` and `ModelError` for an invalid settings file."""
+
+    def fetch(self, name: str) -> None:
+        """Downloads the files of a model that is elsewhere. Raises as `read`."""
 
 
 class ManyModels(ServedModels):
@@ -83,13 +87,14 @@ class ManyModels(ServedModels):
         self._clock = asyncio.get_running_loop().time
         self._looked_at = self._clock()
         self._reloading = asyncio.Lock()
+        self._downloads = Downloads(catalog.fetch, self.reload)
         self._servings: dict[str, Serving] = {}
         self._facts: dict[tuple[str, tuple[int, int] | None], ModelFacts | None] = {}
         self.pool: ModelPool[LoadPlan, EngineClient] = ModelPool(loader, max_loaded=max_loaded)
         self._use(catalog.read())
         for spec in self._specs.values():
-            if spec.preload:
-                self.pool.load(spec.name)
+            if spec.preload or (spec.pinned and spec.is_elsewhere):
+                self._start_load(spec)
 
     # --- the catalog --------------------------------------------------------------------------------------------
 
@@ -110,7 +115,8 @@ class ManyModels(ServedModels):
             if name not in self._specs:
                 self._specs[name] = spec
                 most = spec.config.n_parallel + spec.config.max_queue
-                self.pool.add(name, pinned=spec.pinned, ttl=spec.ttl, max_waiting=most)
+                is_pinned = spec.pinned and not spec.is_elsewhere
+                self.pool.add(name, pinned=is_pinned, ttl=spec.ttl, max_waiting=most)
         self._default = content.default
 
     def names_of(self, name: str) -> tuple[str, ...]:
@@ -218,13 +224,18 @@ class ManyModels(ServedModels):
         load: bool | None = None,
     ) -> ModelLease:
         """As in `ServedModels`."""
+        began, limit, load = self._clock(), timeout, self._autoload if load is None else load
         model = await self.resolve(name, rules)
-        began, was_loaded = self._clock(), self.pool.models[model].state == "loaded"
+        was_loaded = self.pool.models[model].state == "loaded"
         try:
-            lease = await self.pool.lease(model, load=self._autoload if load is None else load, timeout=timeout)
+            if load and self._specs[model].is_elsewhere:
+                await asyncio.wait_for(asyncio.shield(self._downloads.start(model)), timeout)
+                model = await self.resolve(name, rules)
+                timeout = None if timeout is None else max(0.0, timeout - (self._clock() - began))
+            lease = await self.pool.lease(model, load=load, timeout=timeout)
         except asyncio.TimeoutError:
             raise LoadTimeout(
-                f"model {model!r} was not loaded within the request's timeout of {timeout:g} s; try again, or increase "
+                f"model {model!r} was not loaded within the request's timeout of {limit:g} s; try again, or increase "
                 "the timeout"
             ) from None
         if model not in self._specs:  # removed from the catalog meanwhile
@@ -257,7 +268,19 @@ class ManyModels(ServedModels):
 
     async def load(self, name: str, rules: KeyRules | None) -> None:
         """As in `ServedModels`."""
-        self.pool.load(await self.resolve(name, rules))
+        self._start_load(self._specs[await self.resolve(name, rules)])
+
+    def _start_load(self, spec: ModelSpec) -> None:
+        """Loads a model without waiting, after its download."""
+
+        def load(done: asyncio.Task[None] | None = None) -> None:
+            if spec.name in self._specs and (done is None or not (done.cancelled() or done.exception())):
+                self.pool.load(spec.name)
+
+        if spec.is_elsewhere:
+            self._downloads.start(spec.name).add_done_callback(load)
+        else:
+            load()
 
     async def unload(self, name: str, rules: KeyRules | None) -> None:
         """As in `ServedModels`."""
@@ -324,14 +347,15 @@ class ManyModels(ServedModels):
     ) -> ModelEntry:
         name, engine = spec.name, model.engine
         health = engine.health() if engine else None
+        state = status_of(health) if health and model.state == "loaded" else model.state
         is_up = model.is_up and health is not None and health.status != "loading"
         workers = await engine.workers() if engine and is_up else []
         return ModelEntry(
             name=name,
             names=names,
             settings=spec.settings,
-            status=status_of(health) if health and model.state == "loaded" else model.state,
-            error=(health.error if health else None) or model.error,
+            status="downloading" if name in self._downloads else state,
+            error=(health.error if health else None) or model.error or self._downloads.errors.get(name),
             progress=health.progress if health and model.state == "loading" else None,
             path=Path(spec.config.model_path),
             info=engine.info if engine and is_up else None,
@@ -429,6 +453,7 @@ class ManyModels(ServedModels):
 
     async def close(self) -> None:
         """As in `ServedModels`."""
+        self._downloads.close()
         await self.pool.close()
 
 

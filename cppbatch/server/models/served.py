@@ -30,9 +30,10 @@ from cppbatch.server.run_requests import target_concurrency
 from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.sizes import models_fit
 
-ModelStatusName = Literal["unloaded", "loading", "loaded", "unloading", "sleeping", "failed"]
-"""`unloading`: it gets no new requests, and ends after its last one. `sleeping`: its workers have stopped because they
-were idle. `failed`: its workers crash repeatedly, or the last attempt to load it failed."""
+ModelStatusName = Literal["unloaded", "downloading", "loading", "loaded", "unloading", "sleeping", "failed"]
+"""`downloading`: its file, before its first load. `unloading`: it gets no new requests, and ends after its last one.
+`sleeping`: its workers have stopped because they were idle. `failed`: its workers crash repeatedly, or the last attempt
+to load it failed."""
 
 
 class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,8 @@ class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
         """Applies the key's rules to the requests, and names their client. Raises `InvalidRequest`, as
         `KeyRules.engine_requests` does."""
         if self.rules:
-            requests = self.rules.engine_requests(requests, self.serving.info.adapters)
+            info = self.serving.info
+            requests = self.rules.engine_requests(requests, info.adapters, info.control_vectors)
         for request in requests:
             msgspec.structs.force_setattr(request, "client", self.client)
         return requests

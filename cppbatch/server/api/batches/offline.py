@@ -11,7 +11,7 @@ from typing import Any
 
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines.client import EngineClient
-from cppbatch.config import EngineConfig
+from cppbatch.config import SCALED_FILES, EngineConfig
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import EngineClosed
 from cppbatch.jobs.file_job import FileJob, check_model
@@ -19,7 +19,7 @@ from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
 from cppbatch.jobs.job_runner import JobRunner, chunks
 from cppbatch.jobs.journal import Journal
-from cppbatch.models.digest import model_digest
+from cppbatch.models.digest import IsStopped, file_digest, model_digest
 from cppbatch.server.api.batches.handler import BatchRequestHandler
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.process import ShowLoading, hide_loading, set_on_signals
@@ -107,11 +107,11 @@ async def run_offline(
     counting = asyncio.create_task(offline.count_lines())
     engine = deployment.start(config)
     has_ended = False
-    reading = asyncio.create_task(asyncio.to_thread(model_digest, Path(config.model_path), lambda: has_ended))
+    reading = asyncio.create_task(asyncio.to_thread(_digests, config, lambda: has_ended))
 
     async def loaded() -> None:
         await engine.loaded()
-        check_model(offline.journal, config.model_path, await reading)
+        check_model(offline.journal, config.model_path, *await reading)
 
     try:
         with show_loading(lambda: engine.health().progress):
@@ -138,6 +138,16 @@ async def run_offline(
         has_ended = True
         await asyncio.gather(counting, reading, return_exceptions=True)
         await engine.close()
+
+
+def _digests(config: EngineConfig, is_stopped: IsStopped) -> tuple[str, dict[str, str]]:
+    """The digest of the model, and those of the other files that answers depend on."""
+    others = [path for name in SCALED_FILES for path, _ in getattr(config, name)] + [config.mmproj] * bool(
+        config.mmproj
+    )
+    return model_digest(Path(config.model_path), is_stopped), {
+        path: file_digest(Path(path), is_stopped) for path in others
+    }
 
 
 def _first_open_chunk(input_chunks: Iterator[Chunk], journal: Journal) -> Chunk | None:

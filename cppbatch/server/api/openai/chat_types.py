@@ -83,7 +83,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     reasoning_budget_message: str | None = None
     """llama-server's: text before the end of reasoning that has used up its tokens. Default:
     --reasoning-budget-message."""
-    reasoning_format: Literal["auto", "none", "deepseek"] | None = None
+    reasoning_format: Literal["auto", "none", "deepseek", "deepseek-legacy"] | None = None
     """llama-server's: none leaves reasoning in the content. Default: --reasoning-format."""
     chat_template_kwargs: Json | None = None
     """Additional chat template variables, such as `enable_thinking`."""

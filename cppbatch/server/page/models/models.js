@@ -10,8 +10,8 @@ import {follow, whileVisible} from '../live/follow.js';
 await stylesheet(import.meta.url, 'models.css');
 
 const SILENCE = 40; // seconds: the stream of states has a comment every 15
-const CHANGING = ['loading', 'unloading'];
-const KINDS = {loaded: 'ok', loading: 'warning', unloading: 'warning', sleeping: 'ok', failed: 'error'};
+const CHANGING = ['downloading', 'loading', 'unloading'];
+const KINDS = {loaded: 'ok', downloading: 'warning', loading: 'warning', unloading: 'warning', sleeping: 'ok', failed: 'error'};
 const HELP = {
   unloading: 'unloads after its last request; new requests wait',
   sleeping: 'idle; the next request wakes it',
