@@ -104,8 +104,16 @@ def remove(name: str) -> None:
         click.echo(f"deleted {each}")
 
 
+def _default_url() -> str:
+    """Where `cppbatch serve` listens without --host and --port."""
+    from cppbatch.server.settings import ollama_host
+
+    host, port = ollama_host() or ("127.0.0.1", 8080)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @models.command()
-@click.option("--url", metavar="URL", default="http://127.0.0.1:8080", show_default=True, help="The server.")
+@click.option("--url", metavar="URL", default=_default_url, show_default="$OLLAMA_HOST, or port 8080", help="The server.")
 @option("--api-key", "api_key", env="CHAT_API_KEY", llama_env="CPPBATCH_API_KEY", metavar="KEY", default=None,
         help="API key for that server.")  # fmt: skip
 def ps(url: str, api_key: str | None) -> None:
