@@ -113,7 +113,9 @@ def _default_url() -> str:
 
 
 @models.command()
-@click.option("--url", metavar="URL", default=_default_url, show_default="$OLLAMA_HOST, or port 8080", help="The server.")
+@click.option(
+    "--url", metavar="URL", default=_default_url, show_default="$OLLAMA_HOST, or port 8080", help="The server."
+)
 @option("--api-key", "api_key", env="CHAT_API_KEY", llama_env="CPPBATCH_API_KEY", metavar="KEY", default=None,
         help="API key for that server.")  # fmt: skip
 def ps(url: str, api_key: str | None) -> None:
