@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import urllib.error
@@ -101,6 +102,22 @@ async def test_a_created_model_has_a_system_message_and_defaults_in_every_api(fo
         stored = json.loads((folder / FILE_NAME).read_text())
         assert stored["luigi"] == {**stored["mario"], "system": "L"}
         assert stored["luigi"]["base"] == "base"
+
+
+async def test_models_that_are_created_and_deleted_at_once_are_all_stored(folder: Path) -> None:
+    wanted = {f"copy-{i}" for i in range(24)}
+    async with serve(folder, accepts_models=True) as http:
+
+        async def copy_and_delete(name: str) -> None:
+            for each in (name, f"{name}-gone"):
+                async with http.post("/api/copy", json={"source": "base", "destination": each}) as answer:
+                    assert answer.status == 200, await answer.text()
+            async with http.delete("/api/delete", json={"model": f"{name}-gone"}) as answer:
+                assert answer.status == 200, await answer.text()
+
+        await asyncio.gather(*map(copy_and_delete, wanted))
+        assert await names(http) == {"base", *wanted}
+    assert json.loads((folder / FILE_NAME).read_text()).keys() == wanted
 
 
 async def test_a_copy_is_another_name_until_it_is_deleted(folder: Path) -> None:
