@@ -384,7 +384,8 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
         if several:
             sources = arguments["sources"]
             if len(named) > 1 or sources.folder or sources.settings_file:
-                arguments["sources"] = sources.with_files(named, own_contexts=settings.get("n_ctx") == 0)
+                own_contexts = settings.get("n_ctx") == 0
+                arguments["sources"] = sources.with_files(named, own_contexts=own_contexts, projectors=mmproj_auto)
                 return command(config=EngineConfig(model_path="", **{**settings, **sizes}), **arguments)
             arguments["sources"] = None
         if hf_repo_draft and not settings.get("draft_model"):

@@ -19,7 +19,7 @@ from cppbatch.cli.llama_cpp_python_config import read_llama_cpp_python_config, u
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.models.find import models_in, short_name, shorter_names
-from cppbatch.models.hub import hub_model, present_file
+from cppbatch.models.hub import hub_model, present_file, projector_beside
 from cppbatch.models.pull import choose_model, choose_projector, is_downloaded, projector_at
 
 if TYPE_CHECKING:
@@ -64,10 +64,13 @@ class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     memory_check: bool = True
     own_contexts: bool = False
     """-c 0: each model gets KV cells for its own context length, unless its settings say otherwise."""
+    projectors: bool = True
+    """Whether a model in a folder of its own gets the projector beside it."""
 
-    def with_files(self, named: Sequence[str], *, own_contexts: bool) -> ModelSources:
+    def with_files(self, named: Sequence[str], *, own_contexts: bool, projectors: bool) -> ModelSources:
         """The sources plus the models of -m, downloaded if necessary. Raises `ModelError`."""
-        return msgspec.structs.replace(self, files=tuple(map(choose_model, named)), own_contexts=own_contexts)
+        files = tuple(map(choose_model, named))
+        return msgspec.structs.replace(self, files=files, own_contexts=own_contexts, projectors=projectors)
 
 
 _OPTIONS = [
@@ -206,6 +209,7 @@ class Catalog:
             pinned, preload = _take_switch(given, "pinned", name), _take_switch(given, "load-on-startup", name)
             if projector := self._projectors.get(name):
                 given["mmproj"] = str(projector)
+            is_named = not _MMPROJ_KEYS.isdisjoint(given)
             for key in (*_FILE_KEYS, *_NO_MMPROJ_KEYS):
                 given.pop(key, None)
             for setting, keys, find in _ELSEWHERE:
@@ -221,6 +225,9 @@ class Catalog:
             if (key := repr(given)) not in parsed:
                 parsed[key] = parse_settings(given, f"--models-config, model {name!r}")
             spec = self._spec(name, path, parsed[key])
+            if not is_named and (projector := self._beside(path, spec.config)):
+                with_projector = msgspec.structs.replace(spec.config, mmproj=str(projector))
+                spec = msgspec.structs.replace(spec, config=with_projector)
             is_elsewhere = name in self._missing
             specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload, is_elsewhere=is_elsewhere))
         _check_aliases(specs)
@@ -282,6 +289,18 @@ class Catalog:
             for each in shorter_names(name):
                 if shorter[each] == 1 and each not in paths:
                     self._meant.setdefault(each, path)
+
+    def _beside(self, path: Path, config: EngineConfig) -> Path | None:
+        """The projector beside a model in a folder below --models-dir, as in llama-server, unless the settings exclude
+        images."""
+        root = self._sources.folder
+        if root is None or not path.is_relative_to(root) or not self._sources.projectors:
+            return None
+        if config.mmproj or config.pooling or config.deterministic or not (found := projector_beside(path, root)):
+            return None
+        from cppbatch.llama.media_encoder import has_mtmd  # loads llama.cpp's library
+
+        return found if has_mtmd() else None
 
     @staticmethod
     def _name_in(paths: dict[str, Path], name: str) -> str:

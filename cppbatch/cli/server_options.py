@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cppbatch.cli.engine_options import Choice, Command, Switch, option, split_lists, with_options
 from cppbatch.cli.sampling_options import sampling_default_options
@@ -200,7 +201,7 @@ _OPTIONS = [
         "--host", "hosts", llama_env="LLAMA_ARG_HOST", multiple=True, metavar="ADDRESS,...",
         default=("127.0.0.1",), callback=split_lists,
         help="Address to listen on, or the path of a Unix socket that ends in .sock; may be repeated, or given as a "
-        "comma-separated list.",
+        "comma-separated list. Without --host and --port, OLLAMA_HOST names both, if it is set.",
     ),
     option(
         "--port", llama_env="LLAMA_ARG_PORT", type=click.IntRange(0, 65535), default=8080,
@@ -366,6 +367,12 @@ def _predict_path() -> str | None:
     return os.environ.get("AIP_PREDICT_ROUTE") or "/predict"
 
 
+def _is_default(*names: str) -> bool:
+    """Whether none of these options has been set, not even by a variable or a file."""
+    context = click.get_current_context()
+    return all(context.get_parameter_source(name) is ParameterSource.DEFAULT for name in names)
+
+
 def server_options(command: Command) -> Command:
     """Adds the server's options. The command gets `settings`, a `ServerSettings`, and `address`, an `Address`."""
 
@@ -380,7 +387,7 @@ def server_options(command: Command) -> Command:
         from cppbatch.server.auth.rules import ApiKey, Keys
         from cppbatch.server.http.hosts import names_of
         from cppbatch.server.http.limits import Limits
-        from cppbatch.server.settings import Address, ServerSettings, tls_context
+        from cppbatch.server.settings import Address, ServerSettings, ollama_host, tls_context
 
         keys: list[str | ApiKey] = list(api_keys)
         if api_key_file:
@@ -388,6 +395,10 @@ def server_options(command: Command) -> Command:
 
             keys += read_keys(api_key_file)
         hosts: tuple[str, ...] = arguments.pop("hosts")
+        port: int = arguments.pop("port")
+        if _is_default("hosts", "port") and (place := ollama_host()):
+            hosts, port = place[:1], place[1]
+            click.echo(f"OLLAMA_HOST: the address is {hosts[0]}, port {port}; --host and --port override it")
         limits = Limits(**{name: arguments.pop(name) for name in Limits.__struct_fields__})
         settings = ServerSettings(
             keys=Keys(keys),
@@ -419,7 +430,7 @@ def server_options(command: Command) -> Command:
         tls = tls_context(ssl_certfile, ssl_keyfile)
         address = Address(
             hosts=hosts,
-            port=arguments.pop("port"),
+            port=port,
             tls=tls,
             reuse_port=arguments.pop("reuse_port"),
             prefix=arguments.pop("prefix"),

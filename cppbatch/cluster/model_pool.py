@@ -125,10 +125,10 @@ class PooledModel(Generic[Plan, Engine]):
         """Whether its engine has loaded it, and is not closed yet."""
         return self._is_loaded
 
-    @property
-    def expires_at(self) -> float | None:
-        """When it is unloaded if no request comes, on the pool's clock; None: never."""
-        return None if self.pinned or self.ttl < 0 else self._last_used + self.ttl
+    def seconds_left(self, now: float) -> float | None:
+        """Until it is unloaded if its requests end now and no other comes; None: never. `now`: by the pool's clock."""
+        idle_since = now if self.leases else self._last_used
+        return None if self.pinned or self.ttl < 0 else idle_since + self.ttl - now
 
     @property
     def waiting(self) -> int:
@@ -515,21 +515,17 @@ class ModelPool(Generic[Plan, Engine]):
 
     # --- idle models --------------------------------------------------------------------------------------------
 
-    def _can_expire(self) -> list[PooledModel[Plan, Engine]]:
-        return [
-            each
-            for each in self.models.values()
-            if each.state == "loaded" and not each.leases and not each.pinned and each.ttl >= 0
-        ]
+    def _expiring(self) -> list[tuple[PooledModel[Plan, Engine], float]]:
+        """The idle models that will be unloaded, with the seconds until then."""
+        now = self._clock()
+        idle = [each for each in self.models.values() if each.state == "loaded" and not each.leases]
+        return [(each, seconds) for each in idle if (seconds := each.seconds_left(now)) is not None]
 
     def _unload_expired(self) -> None:
-        for each in self._can_expire():
-            if self._seconds_left(each) < _CLOCK_ERROR_S:
-                self._leave(each, "idle")
+        for model, seconds in self._expiring():
+            if seconds < _CLOCK_ERROR_S:
+                self._leave(model, "idle")
 
     def _next_expiry(self) -> float | None:
         """Seconds until the next idle model is unloaded; None: never."""
-        return min((max(0.0, self._seconds_left(each)) for each in self._can_expire()), default=None)
-
-    def _seconds_left(self, model: PooledModel[Plan, Engine]) -> float:
-        return model._last_used + model.ttl - self._clock()
+        return min((max(0.0, seconds) for _, seconds in self._expiring()), default=None)

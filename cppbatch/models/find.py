@@ -58,7 +58,12 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def _is_shown(name: str) -> bool:
-    return not (LATER_PART.search(name) or name.lower().startswith("mmproj"))
+    return not (LATER_PART.search(name) or is_projector(name))
+
+
+def is_projector(name: str) -> bool:
+    """Whether this is the name of a projector, as in llama.cpp."""
+    return name.endswith(".gguf") and "mmproj" in name.lower()
 
 
 @functools.lru_cache(1024)  # one line in the log for each file
@@ -110,6 +115,21 @@ def model_parts(path: Path) -> list[Path]:
         return [path]
     name, n = first.groups()
     return [path.with_name(f"{name}-{i:05d}-of-{n}.gguf") for i in range(1, int(n) + 1)]
+
+
+def remove_model(path: Path, root: Path) -> list[Path]:
+    """Deletes all files of a model in a models folder, and the projectors in its own folder if no model is left there.
+    Returns the paths."""
+    removed = model_parts(path)
+    for part in removed:
+        part.unlink(missing_ok=True)
+    folder = path.parent
+    if folder.absolute() != root.absolute() and not models_in(folder):
+        projectors = [each for each in folder.glob("*.gguf") if is_projector(each.name)]
+        for each in projectors:
+            each.unlink(missing_ok=True)
+        removed += projectors
+    return removed
 
 
 def copy_path(source: Path, types: Iterable[str]) -> Path:

@@ -11,13 +11,24 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cppbatch.errors import ModelError
 from cppbatch.extras import require
 from cppbatch.models.check import check_model
-from cppbatch.models.find import LATER_PART, check_file, files_below, is_copy, model_parts, models_folder
+from cppbatch.models.find import (
+    LATER_PART,
+    check_file,
+    files_below,
+    is_copy,
+    is_projector,
+    model_parts,
+    models_folder,
+    models_in,
+    short_name,
+)
 
 _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
@@ -86,23 +97,31 @@ def pull_model(
     return check_model(_fetch(model, lambda sizes: _choose_files(model, sizes), say, root, starts)[0])
 
 
-def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
+def pull_projector(
+    model: HubModel, say: Say = lambda line: None, root: Path | None = None, starts: Starts = lambda file, size: None
+) -> Path | None:
     """The path of a model's projector; None: no projector. Downloaded if the model is not local.
 
-    Call this before `pull_model`, so that a local model also has its projector. Raises as `pull_model`.
+    Call this before `pull_model`, so that a local model also has its projector. Arguments and errors as there.
     """
-    if present := present_file(model):
-        folder = models_folder() / model.repository
-        files = [path.relative_to(folder).as_posix() for path in files_below(folder)]
-        found = choose_projector(files, present.relative_to(folder).as_posix())
-        return check_file(folder / found) if found else None
+    if present := present_file(model, root):
+        found = projector_below((root or models_folder()) / model.repository, present)
+        return check_file(found) if found else None
 
     def choose(sizes: dict[str, int]) -> list[str]:
-        found = choose_projector(sizes, _choose_files(model, sizes)[0])
-        return [found] if found else []
+        chosen = choose_projector(sizes, _choose_files(model, sizes)[0])
+        return [chosen] if chosen else []
 
-    fetched = _fetch(model, choose, say)
+    fetched = _fetch(model, choose, say, root, starts)
     return check_file(fetched[0]) if fetched else None
+
+
+def pull_whole(
+    model: HubModel, say: Say = lambda line: None, root: Path | None = None, starts: Starts = lambda file, size: None
+) -> Path:
+    """As `pull_model`, with the projector of a model that is downloaded."""
+    pull_projector(model, say, root, starts)
+    return pull_model(model, say, root, starts)
 
 
 def _fetch(
@@ -162,8 +181,26 @@ def choose_projector(files: Iterable[str], model: str) -> str | None:
     def distance(file: str) -> tuple[int, int, int, str]:
         return -file.count("/"), abs(_bits(file) - _bits(model)), len(file), file
 
-    above = [file for file in files if _is_projector(file) and f"{model}/".startswith(file.rpartition("/")[0])]
+    projectors = (file for file in files if is_projector(file.rsplit("/", 1)[-1]))
+    above = [file for file in projectors if f"{model}/".startswith(file.rpartition("/")[0])]
     return min(above, key=distance, default=None)
+
+
+def projector_below(folder: Path, model: Path) -> Path | None:
+    """The projector in this folder for a model in it; None: there is none."""
+    files = (path.relative_to(folder).as_posix() for path in files_below(folder))
+    found = choose_projector(files, model.relative_to(folder).as_posix())
+    return folder / found if found else None
+
+
+def projector_beside(model: Path, root: Path) -> Path | None:
+    """The projector in the folder of a model below the models folder `root`, or in the folder of its repository. None:
+    there is none, or the folder has other models than this one in several types of weights."""
+    for folder in takewhile(lambda each: each != root, model.parents):
+        if found := projector_below(folder, model):
+            names = {_TYPE.sub("", short_name(path)) for path in models_in(folder)}
+            return found if len(names) == 1 else None
+    return None
 
 
 def _bits(file: str) -> int:
@@ -172,12 +209,9 @@ def _bits(file: str) -> int:
     return int(digits[0]) if found and (digits := re.search(r"\d+", found[1])) else 0
 
 
-def _is_projector(file: str) -> bool:
-    return file.endswith(".gguf") and "mmproj" in file.rsplit("/", 1)[-1].lower()
-
-
 def _is_model(file: str) -> bool:
-    return file.endswith(".gguf") and not LATER_PART.search(file.rsplit("/", 1)[-1]) and not _is_projector(file)
+    name = file.rsplit("/", 1)[-1]
+    return name.endswith(".gguf") and not LATER_PART.search(name) and not is_projector(name)
 
 
 def _has_type(file: str, kind: str) -> bool:

@@ -106,6 +106,12 @@ def _of_layers(header: FileHeader, key: str) -> int | tuple[int, ...] | None:
     return value if isinstance(value, tuple) else header.whole_number(key)
 
 
+def encoded_media(projector: Path) -> list[str]:
+    """What a projector encodes: vision, audio. Raises `ModelError`."""
+    metadata = read_header(projector).metadata
+    return [kind for kind in ("vision", "audio") if metadata.get(f"clip.has_{kind}_encoder")]
+
+
 def has_chat_template(path: Path) -> bool:
     """Whether the file has one. Raises `ModelError` if it is not GGUF."""
     return "tokenizer.chat_template" in read_header(path).metadata

@@ -9,6 +9,7 @@ import socket
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -170,6 +171,24 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
                     _bind(socket.socket(family, kind, protocol), place)
             except (OSError, OverflowError) as error:
                 raise cannot_listen(host, self.port, error) from error
+
+
+_OLLAMA_PORTS = {"": 11434, "http": 80, "https": 443}
+
+
+def ollama_host() -> tuple[str, int] | None:
+    """The host and port of $OLLAMA_HOST, as for Ollama's server, except that a missing host is 127.0.0.1; None: it is
+    not set. Raises `ConfigError`."""
+    if not (given := os.environ.get("OLLAMA_HOST", "").strip()):
+        return None
+    scheme, _, rest = given.rpartition("://")
+    try:
+        place = urlsplit(f"//{rest}")
+        port = _OLLAMA_PORTS[scheme.lower()] if place.port is None else place.port
+    except (KeyError, ValueError):
+        form = "it must be HOST, HOST:PORT, :PORT or http://HOST:PORT, with an IPv6 address in brackets"
+        raise ConfigError(f"OLLAMA_HOST is {given!r:.100}; {form}") from None
+    return place.hostname or "127.0.0.1", port
 
 
 def _bind(connection: socket.socket, place: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,12 @@ def test_models_are_listed_and_described(client: ollama.Client) -> None:
     assert shown.template
     (running,) = client.ps().models
     assert running.model == listed.model
-    assert running.expires_at > datetime.now(timezone.utc)
+    assert running.expires_at.year > 2300
+    client.generate(MODEL, keep_alive="5m")
+    left = client.ps().models[0].expires_at - datetime.now(timezone.utc)
+    assert timedelta(seconds=200) < left <= timedelta(minutes=5)
+    client.generate(MODEL, keep_alive=-1)
+    assert client.ps().models[0].expires_at.year > 2300
 
 
 def test_a_model_is_created_copied_unloaded_and_deleted(folder_server: Serving) -> None:

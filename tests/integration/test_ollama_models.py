@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import urllib.error
@@ -11,14 +12,20 @@ from typing import Any
 
 import pytest
 
+from cppbatch.cli.model_sources import Catalog, ModelSources
+from cppbatch.cluster.deployment import Deployment
+from cppbatch.config import EngineConfig
+from cppbatch.models.find import files_below
 from cppbatch.models.library import library_model
 from cppbatch.server.auth.rules import Keys, api_key
 from cppbatch.server.models.created import FILE_NAME
+from cppbatch.server.settings import ServerSettings
 from tests.integration.test_many_models import serve, wait_for
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_projectors
 from tests.support.fake_hub import FakeHub
 from tests.support.fixtures import chat_server
 from tests.support.http_client import Http, answered, get, post
+from tests.support.media_samples import RED, as_base64
 from tests.support.scripted_chat import ChatServer
 
 Json = dict[str, Any]
@@ -46,6 +53,8 @@ def folder(tmp_path: Path, file: Path) -> Path:
 def hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     repositories = {"owner/Tiny-GGUF": {"Tiny-Q8_0.gguf": file.read_bytes()}, "Qwen/Qwen3-0.6B-GGUF": {}}
     repositories["Qwen/Qwen3-0.6B-GGUF"] = {"Qwen3-0.6B-Q8_0.gguf": file.read_bytes()}
+    eyes = tiny_projectors.vision(file.parent / "eyes.gguf").read_bytes()
+    repositories["owner/Seeing-GGUF"] = {"Seeing-Q8_0.gguf": file.read_bytes(), "mmproj-F16.gguf": eyes}
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with FakeHub(repositories).running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -93,6 +102,22 @@ async def test_a_created_model_has_a_system_message_and_defaults_in_every_api(fo
         stored = json.loads((folder / FILE_NAME).read_text())
         assert stored["luigi"] == {**stored["mario"], "system": "L"}
         assert stored["luigi"]["base"] == "base"
+
+
+async def test_models_that_are_created_and_deleted_at_once_are_all_stored(folder: Path) -> None:
+    wanted = {f"copy-{i}" for i in range(24)}
+    async with serve(folder, accepts_models=True) as http:
+
+        async def copy_and_delete(name: str) -> None:
+            for each in (name, f"{name}-gone"):
+                async with http.post("/api/copy", json={"source": "base", "destination": each}) as answer:
+                    assert answer.status == 200, await answer.text()
+            async with http.delete("/api/delete", json={"model": f"{name}-gone"}) as answer:
+                assert answer.status == 200, await answer.text()
+
+        await asyncio.gather(*map(copy_and_delete, wanted))
+        assert await names(http) == {"base", *wanted}
+    assert json.loads((folder / FILE_NAME).read_text()).keys() == wanted
 
 
 async def test_a_copy_is_another_name_until_it_is_deleted(folder: Path) -> None:
@@ -170,6 +195,25 @@ async def test_a_pulled_model_is_served_under_its_names_and_can_be_deleted(folde
             assert answer.status == 200, await answer.text()
         assert not (folder / "owner/Tiny-GGUF/Tiny-Q8_0.gguf").exists()
         assert await names(http) == {"base", "Qwen3-0.6B-Q8_0", "qwen3:0.6b"}
+
+
+async def test_a_pulled_model_that_sees_has_its_projector(folder: Path, hub: FakeHub) -> None:
+    config = EngineConfig("", n_ctx=1024, n_parallel=2, n_threads=1)
+    catalog = Catalog(ModelSources(folder=folder), config, {"n_ctx"}, Deployment(), ServerSettings())
+    async with serve(folder, catalog=catalog, accepts_models=True) as http:
+        steps = await statuses(http, "/api/pull", {"model": "owner/Seeing-GGUF"})
+        for name, content in hub.repositories["owner/Seeing-GGUF"].items():
+            size = len(content)
+            assert {"status": f"pulling {name}", "digest": name, "total": size, "completed": size} in steps
+        shown = await answered(http, "/api/show", {"model": "owner/Seeing-GGUF"})
+        assert "vision" in shown["capabilities"]
+        assert (await get(http, "/api/ps"))[1] == {"models": []}, "although it has not been loaded"
+        image = {"role": "user", "content": "what?", "images": [as_base64(RED)]}
+        asked = {"model": "owner/Seeing-GGUF", "messages": [image], "options": SHORT, "stream": False}
+        assert (await answered(http, "/api/chat", asked))["eval_count"] == 6
+        async with http.delete("/api/delete", json={"model": "Seeing-Q8_0"}) as answer:
+            assert answer.status == 200, await answer.text()
+        assert not [*files_below(folder / "owner")]
 
 
 async def test_only_unlimited_keys_and_this_machine_may_change_models(folder: Path) -> None:

@@ -305,6 +305,17 @@ def test_a_projector_is_fetched_before_its_model_and_kept(hub: FakeHub, folder: 
     assert pull.choose_projector("tiny") is None
 
 
+def test_pull_fetches_the_projector_too_and_rm_deletes_it_with_the_last_model(hub: FakeHub, folder: Path) -> None:
+    here = folder / "owner/Tiny-GGUF"
+    for kind in ("Q8_0", "Q4_0"):
+        assert CliRunner().invoke(models, ["pull", f"owner/Tiny-GGUF:{kind}"]).exit_code == 0
+    assert {path.name for path in here.glob("*.gguf")} == {"Tiny-Q8_0.gguf", "Tiny-Q4_0.gguf", "mmproj-F16.gguf"}
+    assert CliRunner().invoke(models, ["rm", "Tiny-Q8_0"]).output == f"deleted {here / 'Tiny-Q8_0.gguf'}\n"
+    deleted = CliRunner().invoke(models, ["rm", "Tiny-Q4_0"]).output.split()
+    assert deleted == ["deleted", str(here / "Tiny-Q4_0.gguf"), "deleted", str(here / "mmproj-F16.gguf")]
+    assert not list(here.glob("*.gguf"))
+
+
 def config_of(*flags: str) -> EngineConfig:
     """The settings of a command line."""
     found: list[EngineConfig] = []

@@ -61,6 +61,26 @@ def test_each_model_has_its_own_projector(folder: Path) -> None:
     assert {name: spec.config.mmproj for name, spec in found.items() if spec.config.mmproj} == {"sub/b": str(projector)}
 
 
+def test_a_model_in_a_folder_of_its_own_has_the_projector_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cppbatch.llama.media_encoder.has_mtmd", lambda: True)
+    beside = folder / "sub" / "mmproj-b.gguf"
+
+    def with_projector(text: str = "", **options: Any) -> dict[str, str]:
+        found = specs(catalog(folder, text, **options))
+        return {name: spec.config.mmproj for name, spec in found.items() if spec.config.mmproj}
+
+    assert with_projector() == {"sub/b": str(beside)}, "mmproj.gguf of the folder itself is of no model"
+    for setting in ("pooling = 'mean'", "deterministic = true", "no-mmproj = true"):
+        assert with_projector(f"[models.'sub/b']\n{setting}\n") == {}, setting
+    assert with_projector(projectors=False) == {}, "--no-mmproj"
+    (folder / "sub/b-Q4_0.gguf").write_bytes(b"GGUF")
+    assert with_projector().keys() == {"sub/b", "b-Q4_0"}, "the same model in another type"
+    (folder / "sub/other.gguf").write_bytes(b"GGUF")
+    assert with_projector() == {}, "it may be of either"
+
+
 def test_a_model_has_the_name_of_its_file_and_of_its_folder_where_two_have_it(folder: Path) -> None:
     assert list(specs(catalog(folder))) == ["a-Q4_0", "b", "c", "sub/b"]
     assert catalog(folder).read().default is None

@@ -42,6 +42,41 @@ def read() -> Read:
     return read
 
 
+@pytest.mark.parametrize(
+    ("given", "host", "port"),
+    [
+        ("", "127.0.0.1", 8080),
+        ("0.0.0.0", "0.0.0.0", 11434),
+        ("localhost:9000", "localhost", 9000),
+        (" :9000 ", "127.0.0.1", 9000),
+        ("[::1]", "::1", 11434),
+        ("http://10.0.0.7:9000/", "10.0.0.7", 9000),
+        ("http://box", "box", 80),
+        ("https://box", "box", 443),
+    ],
+)
+def test_ollama_host_is_the_default_address(
+    given: str, host: str, port: int, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Address, "check", lambda self: None)
+    address = read(OLLAMA_HOST=given)[1]
+    assert (address.hosts, address.port) == ((host,), port)
+    for flags, variables in (
+        (["--host", "127.0.0.2"], {}),
+        (["--port", "0"], {}),
+        ([], {"LLAMA_ARG_PORT": "0"}),
+        ([], {"CPPBATCH_HOST": "127.0.0.2"}),
+    ):
+        address = read(*flags, OLLAMA_HOST="1.2.3.4:5", **variables)[1]
+        assert (address.hosts, address.port) in ((("127.0.0.2",), 8080), (("127.0.0.1",), 0)), "one of them is enough"
+
+
+@pytest.mark.parametrize("given", ["box:port", "box:70000", "ftp://box", "::1", "http://[::1"])
+def test_a_wrong_ollama_host_is_refused_with_its_forms(given: str, read: Read) -> None:
+    with pytest.raises(ConfigError, match=r"^OLLAMA_HOST is .*HOST:PORT"):
+        read(OLLAMA_HOST=given)
+
+
 SAMPLING: list[tuple[str, str, str, Any]] = [
     ("--temp", "0.25", "temperature", 0.25),
     ("--temperature", "0.25", "temperature", 0.25),

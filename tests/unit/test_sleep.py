@@ -216,12 +216,16 @@ async def test_a_client_says_once_how_long_an_idle_worker_stays(workers: list[Wo
     its = Run(sleep_idle_seconds=-1)
     try:
         await until(lambda: its.status == "ok")
+        assert its.supervisor.seconds_left is None, "never"
         request = its.add_request()
+        its.supervisor.sleep_after(60)
+        assert its.supervisor.seconds_left == 60, "from the end of the request"
         its.supervisor.sleep_after(0)
         await asyncio.sleep(3 * IDLE_SECONDS)
         assert its.status == "ok", "it has a request"
         its.listener.requests.remove(request)
         await until(lambda: its.status == "sleeping")
+        assert its.supervisor.seconds_left is None, "it has stopped"
         its.listener.requests.remove(its.add_request())
         await until(lambda: its.status == "ok")
         await asyncio.sleep(supervisor._LEAST_IDLE_S + 2 * IDLE_SECONDS)

@@ -328,6 +328,11 @@ class EngineClient(ABC):
         this engine has workers that stop and start."""
         return False
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until all workers have stopped if no request comes; None: never, or they have stopped."""
+        return None
+
     @abstractmethod
     async def close(self) -> None:
         """Closes the engine; unfinished requests get a last event (cancelled)."""

@@ -144,6 +144,13 @@ class EngineGroup(EngineClient):
         """As in `EngineClient`."""
         return all(engine.sleep_after(seconds) for engine in self._all_engines())
 
+    @property
+    def seconds_left(self) -> float | None:
+        """As in `EngineClient`."""
+        each = [engine.seconds_left for engine in self._all_engines() if engine.health().status != "sleeping"]
+        known = [seconds for seconds in each if seconds is not None]
+        return max(known) if known and len(known) == len(each) else None
+
     async def close(self) -> None:
         """Kills all workers; unfinished requests get a last event (cancelled)."""
         await asyncio.gather(*(engine.close() for engine in self._all_engines()))

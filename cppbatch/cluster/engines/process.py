@@ -309,6 +309,11 @@ class EngineProcess(EngineClient):
         self._supervisor.sleep_after(seconds)
         return True
 
+    @property
+    def seconds_left(self) -> float | None:
+        """As in `EngineClient`."""
+        return self._supervisor.seconds_left
+
     def limit_threads(self, n: int) -> None:
         """Limits the worker to `n` compute threads from its next step on. No effect on a GPU or with `n_threads`."""
         self._max_threads = n

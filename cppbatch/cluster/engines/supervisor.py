@@ -97,6 +97,7 @@ class Supervisor:
         self._step_timeout = step_timeout
         self._sleep_idle_seconds = self._sleep_after = sleep_idle_seconds
         self._has_new_limit = asyncio.Event()
+        self._ready_at = 0.0
         self._woken = asyncio.Event()
         self._runtime = runtime
         self.worker: WorkerHandle | None = None
@@ -130,6 +131,11 @@ class Supervisor:
         given = seconds if seconds is None or seconds == -1 else max(_LEAST_IDLE_S, seconds)
         self._sleep_after = self._sleep_idle_seconds if given is None else given
         self._has_new_limit.set()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the worker stops if no request comes; None: never, or it has stopped."""
+        return None if self._sleep_after == -1 or not self.worker else self._sleep_after - self._idle_seconds
 
     def kill(self) -> None:
         """Kills the worker and ends `run`, whose listener may be gone. Any thread may call this, also after the event
@@ -275,7 +281,8 @@ class Supervisor:
         """Handles the worker's messages until it sleeps. When this returns, requests can no longer reach the worker,
         and any later one has called `wake`."""
         listening = asyncio.ensure_future(self._listen(worker))
-        idling = asyncio.ensure_future(self._sleep_when_idle(time.monotonic()))
+        self._ready_at = time.monotonic()
+        idling = asyncio.ensure_future(self._sleep_when_idle())
         try:
             await asyncio.wait([listening, idling], return_when=asyncio.FIRST_COMPLETED)
             if not idling.done():
@@ -285,12 +292,17 @@ class Supervisor:
             for task in (listening, idling):
                 task.cancel()
 
-    async def _sleep_when_idle(self, ready_at: float) -> None:
+    @property
+    def _idle_seconds(self) -> float:
+        """The time for which the worker has had no requests."""
+        return min(self._listener.idle_seconds, time.monotonic() - self._ready_at)
+
+    async def _sleep_when_idle(self) -> None:
         """Waits until there have been no requests for `sleep_idle_seconds`, or the time of `sleep_after`, and stops
         sending requests to the worker."""
         while True:
             most = None if self._sleep_after == -1 else self._sleep_after
-            idle = min(self._listener.idle_seconds, time.monotonic() - ready_at)
+            idle = self._idle_seconds
             if most is None or idle < most:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._has_new_limit.wait(), None if most is None else most - idle)

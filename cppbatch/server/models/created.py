@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ class CreatedModels:
         self.folder = folder
         self._path = folder / FILE_NAME
         self._models: dict[str, CreatedModel] = {}
+        self._changing = Lock()  # requests change it on threads of their own
         self._fault: str | None = None
         if not os.path.lexists(self._path):
             return
@@ -69,14 +71,16 @@ class CreatedModels:
 
     def add(self, name: str, model: CreatedModel) -> None:
         """Adds or replaces a model. Raises as `remove`."""
-        if name not in self._models and len(self._models) >= _MOST:
-            raise ConfigError(f"{self._path} has {_MOST} models, the most; delete some of them")
-        self._write({**self._models, name: model})
+        with self._changing:
+            if name not in self._models and len(self._models) >= _MOST:
+                raise ConfigError(f"{self._path} has {_MOST} models, the most; delete some of them")
+            self._write({**self._models, name: model})
 
     def remove(self, name: str) -> None:
         """Removes a model. Raises `ConfigError` if the file was not readable, and `StorageError` if it cannot be
         written."""
-        self._write({each: model for each, model in self._models.items() if each != name})
+        with self._changing:
+            self._write({each: model for each, model in self._models.items() if each != name})
 
     def _write(self, models: dict[str, CreatedModel]) -> None:
         if self._fault:

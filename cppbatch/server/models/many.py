@@ -358,6 +358,7 @@ class ManyModels(ServedModels):
             error=(health.error if health else None) or model.error or self._downloads.errors.get(name),
             progress=health.progress if health and model.state == "loading" else None,
             path=Path(spec.config.model_path),
+            projector=Path(spec.config.mmproj) if spec.config.mmproj else None,
             info=engine.info if engine and is_up else None,
             facts=None if is_up else await self._facts_of(spec),
             workers=tuple(workers),
@@ -365,7 +366,7 @@ class ManyModels(ServedModels):
             n_parallel=engine.config.n_parallel * len(workers) if engine else 0,
             pinned=spec.pinned,
             default=name == self._default,
-            seconds_left=None if model.expires_at is None or not is_up else model.expires_at - self._clock(),
+            seconds_left=model.seconds_left(self._clock()) if is_up else None,
         )
 
     async def _facts_of(self, spec: ModelSpec) -> ModelFacts | None:

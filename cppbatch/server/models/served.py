@@ -79,6 +79,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     progress: float | None = None
     """0.0 to 1.0, while loading."""
     path: Path
+    projector: Path | None = None
     info: ModelInfo | None = None
     """Set while it is loaded."""
     facts: ModelFacts | None = None
@@ -346,6 +347,7 @@ class OneModel(ServedModels):
             workers=workers,
             n_parallel=serving.client.config.n_parallel * len(workers),
             default=True,
+            seconds_left=serving.client.seconds_left,
         )
 
     def knows(self, name: str) -> bool:

@@ -16,13 +16,9 @@ from tests.clients.agents.scripted_model import Move
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[2] / "docs" / "agents.md").read_text()
-BLOCKS: dict[str, str] = {
-    package: block
-    for block, package in re.findall(
-        r"```bash agents\n(# (?:npm install -g|pip install) (\S+)\n.*?)```", PAGE, re.DOTALL
-    )
-}
-"""{package: the commands of docs/agents.md}."""
+_BLOCK = r"^## ([^\n]+)\n(?:(?!^## ).)*?```bash agents\n(# (?:npm install -g|pip install) \S+\n.*?)```"
+BLOCKS: dict[str, str] = dict(re.findall(_BLOCK, PAGE, re.DOTALL | re.MULTILINE))
+"""{heading: the commands below it in docs/agents.md}."""
 REQUIREMENTS = [HERE / "requirements.txt", HERE / "mini_swe_agent" / "requirements.txt"]
 NODE = HERE / "package.json"
 DONE = "The bug is fixed, and the test passes."
@@ -34,7 +30,7 @@ class Agent:
     """An agent and what the model makes it do. In the arguments, {folder} is the task's folder."""
 
     name: str
-    """As in the table of docs/agents.md."""
+    """As in the table and the headings of docs/agents.md."""
     package: str
     moves: tuple[Move, ...]
 
@@ -69,6 +65,19 @@ maths.py
     return a + b
 >>>>>>> REPLACE
 ```"""
+_CODEX: tuple[Move, ...] = (
+    [("exec_command", {"cmd": "cat maths.py"}), ("exec_command", {"cmd": "cat test_maths.py"})],
+    [("view_image", {"path": "{folder}/plot.png"})],
+    [("exec_command", {"cmd": _PATCH})],
+    [("exec_command", {"cmd": TEST})],
+    DONE,
+)
+_CONTINUE: tuple[Move, ...] = (
+    [("Read", {"filepath": "maths.py"}), ("Read", {"filepath": "test_maths.py"})],
+    [("MultiEdit", {"file_path": "{folder}/maths.py", "edits": [{"old_string": "a - b", "new_string": "a + b"}]})],
+    [("Bash", {"command": TEST})],
+    DONE,
+)
 _OPENCODE: tuple[Move, ...] = (
     [("read", {"filePath": "{folder}/maths.py"}), ("read", {"filePath": "{folder}/test_maths.py"})],
     [("edit", {"filePath": "{folder}/maths.py", "oldString": "a - b", "newString": "a + b"})],
@@ -77,17 +86,8 @@ _OPENCODE: tuple[Move, ...] = (
 )
 
 AGENTS = [
-    Agent(
-        "Codex",
-        "@openai/codex",
-        (
-            [("exec_command", {"cmd": "cat maths.py"}), ("exec_command", {"cmd": "cat test_maths.py"})],
-            [("view_image", {"path": "{folder}/plot.png"})],
-            [("exec_command", {"cmd": _PATCH})],
-            [("exec_command", {"cmd": TEST})],
-            DONE,
-        ),
-    ),
+    Agent("Codex", "@openai/codex", _CODEX),
+    Agent("Codex --oss", "@openai/codex", _CODEX),
     Agent(
         "Claude Code",
         "@anthropic-ai/claude-code",
@@ -122,21 +122,8 @@ AGENTS = [
             DONE,
         ),
     ),
-    Agent(
-        "Continue",
-        "@continuedev/cli",
-        (
-            [("Read", {"filepath": "maths.py"}), ("Read", {"filepath": "test_maths.py"})],
-            [
-                (
-                    "MultiEdit",
-                    {"file_path": "{folder}/maths.py", "edits": [{"old_string": "a - b", "new_string": "a + b"}]},
-                )
-            ],
-            [("Bash", {"command": TEST})],
-            DONE,
-        ),
-    ),
+    Agent("Continue", "@continuedev/cli", _CONTINUE),
+    Agent("Continue, provider ollama", "@continuedev/cli", _CONTINUE),
     Agent(
         "pi",
         "@earendil-works/pi-coding-agent",
@@ -190,7 +177,7 @@ def run(agent: Agent, url: str, folder: Path, path: str) -> subprocess.Completed
     }
     try:
         return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", BLOCKS[agent.package].replace("http://127.0.0.1:8080", url)],
+            ["bash", "-euo", "pipefail", "-c", BLOCKS[agent.name].replace("http://127.0.0.1:8080", url)],
             cwd=folder,
             env=env,
             stdin=subprocess.DEVNULL,

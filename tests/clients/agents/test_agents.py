@@ -43,7 +43,7 @@ def path() -> str:
 
 
 def test_the_page_has_the_commands_and_the_version_of_each_agent() -> None:
-    assert list(BLOCKS) == [agent.package for agent in AGENTS]
+    assert list(BLOCKS) == [agent.name for agent in AGENTS]
     assert {name: row[0] for name, (row, _, _) in ROWS.items()} == {
         each.name: versions()[each.package] for each in AGENTS
     }

@@ -17,8 +17,8 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.params import KINDS, UNLIMITED
 from cppbatch.errors import Conflict, CppBatchError, Forbidden, InvalidRequest
-from cppbatch.models.find import model_parts
-from cppbatch.models.hub import HubModel, bytes_so_far, hub_model, pull_model
+from cppbatch.models.find import remove_model
+from cppbatch.models.hub import HubModel, bytes_so_far, hub_model, pull_whole
 from cppbatch.models.library import library_model
 from cppbatch.server.api.ollama.builder import ERRORS
 from cppbatch.server.api.ollama.fields import name_of, plain_name
@@ -227,7 +227,7 @@ async def delete(request: web.Request) -> web.Response:
     if not _is_pulled(entry.path, folder):
         raise Conflict("model", f"{entry.name!r} was not pulled; remove its file from {folder.name}/ on the server")
     await models.unload(entry.name, request.get(KEY))
-    await asyncio.to_thread(_remove, entry.path)
+    await asyncio.to_thread(remove_model, entry.path, folder)
     await models.reload()
     log.info("deleted %s", entry.path)
     return web.Response()
@@ -236,11 +236,6 @@ async def delete(request: web.Request) -> web.Response:
 def _is_pulled(path: Path, folder: Path) -> bool:
     """Whether it is in OWNER/REPO of the folder, where pulled files are."""
     return path.is_relative_to(folder) and len(path.relative_to(folder).parts) >= 3
-
-
-def _remove(path: Path) -> None:
-    for part in model_parts(path):
-        part.unlink(missing_ok=True)
 
 
 # --- pull -----------------------------------------------------------------------------------------------------------
@@ -266,7 +261,8 @@ async def pull(request: web.Request) -> web.StreamResponse:
 
 
 async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterator[ProgressResponse]:
-    """Downloads a model, which is then served under this name too. Raises `ModelError` and `ConfigError`."""
+    """Downloads a model with its projector, which is then served under this name too. Raises `ModelError` and
+    `ConfigError`."""
     folder = models.folder_of_models()
     started: list[tuple[str, int, int]] = []  # file, bytes of the download, bytes that were there before
 
@@ -274,15 +270,17 @@ async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterat
         started.append((file, n_bytes, bytes_so_far(model, folder)))
 
     yield ProgressResponse(status="pulling manifest")
-    download = asyncio.ensure_future(asyncio.to_thread(pull_model, model, log.info, folder, starts))
+    download = asyncio.ensure_future(asyncio.to_thread(pull_whole, model, log.info, folder, starts))
     download.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone by then
+    n_shown = 0
     while not download.done():
         await asyncio.wait([download], timeout=_POLL_S)
-        for file, n_bytes, before in started[-1:]:
-            done = await asyncio.to_thread(bytes_so_far, model, folder) - before
-            is_whole = download.done() and not download.exception()
-            completed = n_bytes if is_whole else max(0, min(done, n_bytes))
+        n_whole = len(started) - (not download.done() or download.exception() is not None)
+        for i, (file, n_bytes, before) in enumerate(started[n_shown:], n_shown):
+            done = n_bytes if i < n_whole else await asyncio.to_thread(bytes_so_far, model, folder) - before
+            completed = max(0, min(done, n_bytes))
             yield ProgressResponse(status=f"pulling {file}", digest=file, total=n_bytes, completed=completed)
+        n_shown = max(n_shown, n_whole)
     path = download.result()
     yield ProgressResponse(status="writing manifest")
     await models.reload()

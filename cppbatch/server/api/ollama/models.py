@@ -18,7 +18,7 @@ from cppbatch.errors import InvalidRequest, ModelError
 from cppbatch.findings import file_stamp
 from cppbatch.models.file_header import FileHeader, read_header
 from cppbatch.models.find import file_identity
-from cppbatch.models.inspect import inspect_model
+from cppbatch.models.inspect import encoded_media, inspect_model
 from cppbatch.server.api.ollama.builder import ERRORS, timestamp
 from cppbatch.server.api.ollama.fields import name_of
 from cppbatch.server.api.ollama.types import Json
@@ -232,9 +232,10 @@ def _count(n: int) -> str:
 
 
 def _listed(entry: ModelEntry) -> ListedModel | None:
-    """None: its file cannot be read."""
+    """None: its file cannot be read, or its projector's."""
     try:
         file = _file_of(entry.path)
+        capabilities = _capabilities(entry, file)
     except ModelError:
         return None
     return ListedModel(
@@ -244,7 +245,7 @@ def _listed(entry: ModelEntry) -> ListedModel | None:
         size=file.size,
         digest=file.digest,
         details=file.details,
-        capabilities=_capabilities(entry, file),
+        capabilities=capabilities,
     )
 
 
@@ -333,6 +334,8 @@ def _capabilities(entry: ModelEntry, file: _File) -> list[str]:
     fills_in = entry.info.fill_in if entry.info else "tokenizer.ggml.fim_pre_token_id" in file.header.metadata
     if fills_in:
         found.append("insert")
-    names = {"image": "vision", "audio": "audio"}
-    found += [names[each] for each in (entry.info.modalities if entry.info else ())]
+    if entry.info:
+        found += ["vision" if each == "image" else each for each in entry.info.modalities]
+    elif entry.projector:
+        found += encoded_media(entry.projector)
     return [*found, "thinking"] if reasons else found
