@@ -139,6 +139,13 @@ class ManyModels(ServedModels):
         """As in `ServedModels`."""
         return self._created.folder if self._created else super().folder_of_models()
 
+    def can_delete(self, entry: ModelEntry) -> bool:
+        """As in `ServedModels`: pulled files are in OWNER/REPO of the folder."""
+        if self._created is None or self.find_created(entry.name):
+            return self._created is not None
+        folder = self._created.folder
+        return entry.path.is_relative_to(folder) and len(entry.path.relative_to(folder).parts) >= 3
+
     async def create(self, name: str, model: CreatedModel) -> None:
         """As in `ServedModels`."""
         if self._created is None or self._find(name) is not None:

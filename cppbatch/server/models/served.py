@@ -237,6 +237,10 @@ class ServedModels(ABC):
         """The folder to which clients may add models. Raises `Conflict` if there is none."""
         raise Conflict("model", f"cannot be changed: {_NO_FOLDER}")
 
+    def can_delete(self, _entry: ModelEntry) -> bool:
+        """Whether clients may delete the model: it was created, or its file was pulled into the folder."""
+        return False
+
     def find_created(self, name: str) -> CreatedModel | None:
         """What was created under this name; None: nothing, or a file."""
         return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from cppbatch import child_processes
 from cppbatch.engine.params import KINDS, UNLIMITED
 from cppbatch.errors import Conflict, CppBatchError, Forbidden, InvalidRequest
 from cppbatch.models.find import model_parts
@@ -111,7 +113,7 @@ class CopyRequest(msgspec.Struct, kw_only=True):
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
 
 
-def _check_may_change(request: web.Request) -> ServedModels:
+def check_may_change(request: web.Request) -> ServedModels:
     """The models. Raises `Forbidden` for a key that is limited to some models, and for a request of another machine on
     a server without keys; `Conflict` for a server without a folder of models."""
     if rules := request.get(KEY):
@@ -156,7 +158,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     It is stored in the models folder, and every API serves it.
     """
     body = await read_json(request, CreateRequest)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     name = _check_name("model", body.named)
     for field, remedy in _NOT_CREATED.items():
         if getattr(body, field):
@@ -209,7 +211,7 @@ def _sampling_defaults(parameters: Json) -> Json:
 async def copy(request: web.Request) -> web.Response:
     """Give a model another name, in Ollama's API; its file is not copied."""
     body = await read_json(request, CopyRequest)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     await models.create(_check_name("destination", body.destination), await _made_from(request, body.source))
     return web.Response()
 
@@ -218,24 +220,19 @@ async def copy(request: web.Request) -> web.Response:
 async def delete(request: web.Request) -> web.Response:
     """Delete a created model, or the files of a pulled one, in Ollama's API."""
     body = await read_json(request, NameFields)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     entry = await models.entry(name_of(models, body.named), request.get(KEY))
     if models.find_created(entry.name):
         await models.delete_created(entry.name)
         return web.Response()
     folder = models.folder_of_models()
-    if not _is_pulled(entry.path, folder):
+    if not models.can_delete(entry):
         raise Conflict("model", f"{entry.name!r} was not pulled; remove its file from {folder.name}/ on the server")
     await models.unload(entry.name, request.get(KEY))
     await asyncio.to_thread(_remove, entry.path)
     await models.reload()
     log.info("deleted %s", entry.path)
     return web.Response()
-
-
-def _is_pulled(path: Path, folder: Path) -> bool:
-    """Whether it is in OWNER/REPO of the folder, where pulled files are."""
-    return path.is_relative_to(folder) and len(path.relative_to(folder).parts) >= 3
 
 
 def _remove(path: Path) -> None:
@@ -255,7 +252,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
     if models.knows(known):
         await entry_of(request, known)  # raises if the key does not allow it
         return await _respond_with_progress(request, _steps("pulling manifest"), stream=body.stream)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     model = hub_model(known) or library_model(known)
     if model is None:
         raise ModelNotFound(
@@ -265,7 +262,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
     return await _respond_with_progress(request, _pull(models, model, known), stream=body.stream)
 
 
-async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterator[ProgressResponse]:
+async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncGenerator[ProgressResponse]:
     """Downloads a model, which is then served under this name too. Raises `ModelError` and `ConfigError`."""
     folder = models.folder_of_models()
     started: list[tuple[str, int, int]] = []  # file, bytes of the download, bytes that were there before
@@ -274,16 +271,20 @@ async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterat
         started.append((file, n_bytes, bytes_so_far(model, folder)))
 
     yield ProgressResponse(status="pulling manifest")
-    download = asyncio.ensure_future(asyncio.to_thread(pull_model, model, log.info, folder, starts))
-    download.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone by then
-    while not download.done():
-        await asyncio.wait([download], timeout=_POLL_S)
-        for file, n_bytes, before in started[-1:]:
-            done = await asyncio.to_thread(bytes_so_far, model, folder) - before
-            is_whole = download.done() and not download.exception()
-            completed = n_bytes if is_whole else max(0, min(done, n_bytes))
-            yield ProgressResponse(status=f"pulling {file}", digest=file, total=n_bytes, completed=completed)
-    path = download.result()
+    get = functools.partial(pull_model, model, log.info, folder, starts, in_child=True)
+    download = asyncio.ensure_future(child_processes.to_thread(get))
+    try:
+        while not download.done():
+            await asyncio.wait([download], timeout=_POLL_S)
+            for file, n_bytes, before in started[-1:]:
+                done = await asyncio.to_thread(bytes_so_far, model, folder) - before
+                is_whole = download.done() and not download.exception()
+                completed = n_bytes if is_whole else max(0, min(done, n_bytes))
+                yield ProgressResponse(status=f"pulling {file}", digest=file, total=n_bytes, completed=completed)
+        path = download.result()
+    finally:
+        if download.cancel():  # the client is gone
+            log.info("stopped pulling %s", model)
     yield ProgressResponse(status="writing manifest")
     await models.reload()
     if not models.knows(name):
@@ -293,13 +294,13 @@ async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterat
     yield ProgressResponse(status="success")
 
 
-async def _steps(*statuses: str) -> AsyncIterator[ProgressResponse]:
+async def _steps(*statuses: str) -> AsyncGenerator[ProgressResponse]:
     for status in (*statuses, "writing manifest", "success"):
         yield ProgressResponse(status=status)
 
 
 async def _respond_with_progress(
-    request: web.Request, steps: AsyncIterator[ProgressResponse], *, stream: bool | None
+    request: web.Request, steps: AsyncGenerator[ProgressResponse], *, stream: bool | None
 ) -> web.StreamResponse:
     """Lines of a stream, which ends with an error if the work fails; without a stream, the last step.
 
@@ -314,8 +315,9 @@ async def _respond_with_progress(
     response = web.StreamResponse(headers=STREAM_HEADERS | {"Content-Type": LINES})
     await response.prepare(request)
     try:
-        async for step in steps:
-            await response.write(ServerSentEvent(step).as_line())
+        async with contextlib.aclosing(steps):
+            async for step in steps:
+                await response.write(ServerSentEvent(step).as_line())
     except CppBatchError as error:
         known = error if isinstance(error, InvalidRequest) else InvalidRequest("model", str(error))
         await response.write(ServerSentEvent(ollama_error(api_error(known))).as_line())

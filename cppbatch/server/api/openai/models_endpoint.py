@@ -188,6 +188,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Whether requests without a model use it."""
     pinned: bool
     """Whether it is never unloaded in favour of another one."""
+    deletable: bool
+    """Whether `DELETE /api/delete` removes it: it was pulled or created."""
     needs: int | UnsetType = UNSET
     """Estimated memory in bytes. Absent while it is not loaded, and for a single model."""
     fit: str | UnsetType = UNSET
@@ -262,6 +264,7 @@ def _model(served: ServedModels, entry: ModelEntry, fit: str | None = None) -> M
         status=model_status(entry) if served.router else UNSET,
         default=entry.default,
         pinned=entry.pinned,
+        deletable=served.can_delete(entry),
         needs=UNSET if entry.needs is None else entry.needs,
         fit=fit or UNSET,
         meta=_meta(entry),
