@@ -59,13 +59,13 @@ def search_hub(text: str) -> list[Found]:
     """Repositories with GGUF files for these words, the most downloaded first; up to 30. Raises `ModelError`, and
     `ConfigError` without the client (the extra `hub`)."""
     require("huggingface_hub", "searching the hub")
-    import huggingface_hub as hub
+    from huggingface_hub import errors
 
     asked = {"search": text, "filter": "gguf", "sort": "downloads", "direction": -1, "limit": _MOST_FOUND}
     try:
-        found = _get(hub, f"{hub_address()}/api/models", params=asked).json()
+        found = _get(f"{hub_address()}/api/models", params=asked).json()
         return [Found(each["id"], each.get("downloads") or 0, each.get("likes") or 0) for each in found]
-    except hub.errors.OfflineModeIsEnabled as error:
+    except errors.OfflineModeIsEnabled as error:
         raise ModelError("the hub cannot be searched, because HF_HUB_OFFLINE is set: unset it") from error
     except Exception as error:  # the hub's, its HTTP client's, and of another answer than a list
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -115,7 +115,7 @@ def _sizes(repository: str) -> dict[str, int]:
 def _read_start(hub: Any, model: HubModel, file: str, n_bytes: int) -> bytes:
     url = hub.hf_hub_url(model.repository, file, endpoint=hub_address())
     try:
-        return read_before_weights(cast(Any, _RemoteFile(hub, url, n_bytes)), n_bytes)
+        return read_before_weights(cast(Any, _RemoteFile(url, n_bytes)), n_bytes)
     except ModelError:
         raise
     except Exception as error:  # as in `search_hub`
@@ -125,23 +125,23 @@ def _read_start(hub: Any, model: HubModel, file: str, n_bytes: int) -> bytes:
 class _RemoteFile(io.RawIOBase):
     """Reads a file on the hub piece by piece, at least as much as asked for."""
 
-    def __init__(self, hub: Any, url: str, n_bytes: int) -> None:
-        self._hub, self._url, self._n_bytes, self._at = hub, url, n_bytes, 0
+    def __init__(self, url: str, n_bytes: int) -> None:
+        self._url, self._n_bytes, self._at = url, n_bytes, 0
 
     def read(self, size: int = -1) -> bytes:
         end = min(self._at + max(size, _PIECE), self._n_bytes)
         if self._at >= end:
             return b""
-        found = _get(self._hub, self._url, headers={"Range": f"bytes={self._at}-{end - 1}"}).content
+        found = _get(self._url, headers={"Range": f"bytes={self._at}-{end - 1}"}).content
         self._at += len(found)
         return cast(bytes, found)
 
 
-def _get(
-    hub: Any, url: str, *, params: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
-) -> Any:
+def _get(url: str, *, params: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> Any:
     """The response of the hub. Raises its errors."""
-    sent = {**hub.utils.build_hf_headers(), **(headers or {})}
-    response = hub.utils.get_session().get(url, params=params, headers=sent, timeout=_TIMEOUT_S)
-    hub.utils.hf_raise_for_status(response)
+    from huggingface_hub import utils
+
+    sent = {**utils.build_hf_headers(), **(headers or {})}
+    response = utils.get_session().get(url, params=params, headers=sent, timeout=_TIMEOUT_S)
+    utils.hf_raise_for_status(response)
     return response

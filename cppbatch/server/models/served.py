@@ -35,6 +35,10 @@ ModelStatusName = Literal["unloaded", "loading", "loaded", "unloading", "sleepin
 were idle. `failed`: its workers crash repeatedly, or the last attempt to load it failed."""
 
 
+Deletable = Literal["file", "name"]
+"""`file`: it was pulled into the folder. `name`: it was created, and its file stays."""
+
+
 class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
     """A request's permission to use a model, which stays loaded until the `with` block ends."""
 
@@ -237,9 +241,9 @@ class ServedModels(ABC):
         """The folder to which clients may add models. Raises `Conflict` if there is none."""
         raise Conflict("model", f"cannot be changed: {_NO_FOLDER}")
 
-    def can_delete(self, _entry: ModelEntry) -> bool:
-        """Whether clients may delete the model: it was created, or its file was pulled into the folder."""
-        return False
+    def deletable(self, _entry: ModelEntry) -> Deletable | None:
+        """What clients may delete of a model."""
+        return None
 
     def find_created(self, name: str) -> CreatedModel | None:
         """What was created under this name; None: nothing, or a file."""

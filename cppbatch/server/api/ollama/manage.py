@@ -222,11 +222,11 @@ async def delete(request: web.Request) -> web.Response:
     body = await read_json(request, NameFields)
     models = check_may_change(request)
     entry = await models.entry(name_of(models, body.named), request.get(KEY))
-    if models.find_created(entry.name):
+    if (what := models.deletable(entry)) == "name":
         await models.delete_created(entry.name)
         return web.Response()
-    folder = models.folder_of_models()
-    if not models.can_delete(entry):
+    if what is None:
+        folder = models.folder_of_models()
         raise Conflict("model", f"{entry.name!r} was not pulled; remove its file from {folder.name}/ on the server")
     await models.unload(entry.name, request.get(KEY))
     await asyncio.to_thread(_remove, entry.path)
