@@ -27,7 +27,10 @@ async function open() {
     document.body.append(frame);
   });
   const {port1: port, port2} = new MessageChannel();
-  frame.contentWindow.postMessage(library, '*', [port2]); // '*': its origin has no name
+  await new Promise((resolve) => {
+    port.onmessage = resolve;
+    frame.contentWindow.postMessage(library, '*', [port2]); // '*': its origin has no name
+  });
   return {frame, port};
 }
 
@@ -70,9 +73,10 @@ export function Diagram({text, children}) {
   }, [text]);
   if (!drawn?.url) {
     return html`${children}${drawn && html`<p class="muted small" role="status">This diagram could not be drawn: ${
-      drawn.error.split('\n')[0].replace(/\.?$/, '.')}</p>`}`;
+      drawn.error.split('\n')[0].replace(/[.:]*$/, '.')}</p>`}`;
   }
-  return html`<figure class="diagram"><div class="scroll" tabindex="0" role="region" aria-label="Diagram">
-      <img src=${drawn.url} width=${Math.ceil(drawn.width)} height=${Math.ceil(drawn.height)} alt=${`Diagram: ${text.trim().split('\n')[0]}`} /></div>
+  const label = `Diagram: ${text.trim().split('\n')[0]}`;
+  return html`<figure class="diagram"><div class="scroll" tabindex="0" role="group" aria-label=${label}>
+      <img src=${drawn.url} width=${Math.ceil(drawn.width)} height=${Math.ceil(drawn.height)} alt=${label} /></div>
     <details><summary class="small muted">Source of the diagram</summary>${children}</details></figure>`;
 }

@@ -39,7 +39,7 @@ class Rules extends Tokenizer {
     if (Object.keys(tokens.links).length >= DEFINITIONS) return undefined;
     const isPart = depth > 1 || ['paragraph', 'text'].includes(tokens.at(-1)?.type);
     const [raw, name, text] = (!isPart && NOTE.exec(src)) || [];
-    return raw ? {type: 'footnote', raw, tag: `^${name}`, name, text, tokens: this.lexer.inline(text)} : super.def(src);
+    return raw ? {type: 'footnote', raw, tag: `^${name}`, name, text, tokens: this.lexer.inline(text.replace(/\n[ \t]+/g, '\n'))} : super.def(src);
   }
 
   /** [^1], if the text has such a footnote. */
