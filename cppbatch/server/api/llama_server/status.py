@@ -65,8 +65,8 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     modalities: Modalities
     n_keep: int | None
-    """With --context-shift: how many tokens of a full context are kept at its start (--keep), -1: the prompt; null: a text
-    ends where its context is full."""
+    """With --context-shift: how many tokens at the start of a full context are kept (--keep), -1: the prompt. Null: a
+    text ends where its context is full."""
     media_marker: str
     """The placeholder for an image or audio in the `prompt_string` of `/completion`; differs after each start."""
     chat_template: str

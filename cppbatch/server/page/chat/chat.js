@@ -36,7 +36,7 @@ function useChatState() {
   const [, update] = useReducer((n) => n + 1, 0);
   useEffect(() => {
     state.load();
-    setTimeout(() => [Messages, SettingsDialog].forEach((each) => each.load().catch(() => {})), AFTER_MS);
+    setTimeout(() => Messages.load().then(() => Examples.load()).then(update, () => {}), AFTER_MS);
     return state.subscribe(update);
   }, []);
 }
@@ -101,7 +101,7 @@ export function Chat({server, active}) {
       </div>
       <div class="shown">${isEmpty ? html`<div class="messages">
           <${EmptyState} title=${server.name ? `Chat with ${server.name}` : 'Chat'}>Write a message below. Several
-            conversations can be answered at the same time: they share the batch.<${Examples} onSend=${(text) => send(text)} /><//></div>`
+            conversations can be answered at the same time: they share the batch.${Examples.isLoaded() && html`<${Examples} onSend=${(text) => send(text)} />`}<//></div>`
         : html`<${Messages} key=${conversation.id} conversation=${conversation} actions=${ACTIONS}
           health=${server.health} model=${conversation.model ?? state.model} running=${state.running.get(conversation.id)?.messageId} />`}</div>
       ${shown.info.props?.has_chat_template === false && html`<p class="no-template muted small">This file has no chat template:

@@ -24,7 +24,7 @@ function Presets({system, onChange}) {
   return html`<div class="row presets">
     <${Field} label="Preset"><select value=${chosen} onChange=${({target}) => target.value && onChange(all[target.value])}>
       <option value="">${system ? 'none of them' : 'choose one'}</option>
-      ${Object.keys(all).map((each) => html`<option key=${each}>${each}</option>`)}</select><//>
+      ${Object.keys(all).map((each) => html`<option value=${each} key=${each}>${each}</option>`)}</select><//>
     ${chosen in own && html`<${Button} onClick=${remove}>Delete preset<//>`}
     ${system.trim() && !chosen && html`<${Field} label="Save as preset"><input placeholder="Name" value=${name}
         onInput=${({target}) => setName(target.value)} /><//>
