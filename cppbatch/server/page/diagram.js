@@ -56,7 +56,11 @@ async function drawNow(text) {
 
 function draw(text) {
   if (!kept.has(text)) {
-    turns = turns.then(() => drawNow(text)).catch((error) => ({error: error.message}));
+    turns = turns.then(() => drawNow(text)).catch((error) => { // the library could not be loaded
+      opening = null;
+      kept.delete(text);
+      return {error: error.message};
+    });
     kept.set(text, turns);
     if (kept.size > KEPT) kept.delete(kept.keys().next().value);
   }
