@@ -141,6 +141,14 @@ def _read(path: Path, _stamp: tuple[int, ...]) -> FileHeader:
         raise ModelError(f"{path} is damaged or truncated ({error}). Download it again") from error
 
 
+def read_before_weights(file: BinaryIO, n_bytes: int) -> bytes:
+    """The start of a GGUF file of `n_bytes` up to its weights; of `file` no more is read. Raises `ModelError`."""
+    try:
+        return _Reader(file, n_bytes).before_weights()
+    except (ValueError, OSError) as error:
+        raise ModelError(f"it is not a GGUF file, or damaged ({error})") from error
+
+
 def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
     """The numbers of a tensor of the type I64. Raises `ModelError` as `read_header`, and if the file has none."""
     import numpy as np  # slower than reading a header, which does not need it
@@ -171,8 +179,9 @@ def _read_tensor(path: Path, name: str, kind: str, number: str) -> npt.NDArray[A
 class _Reader:
     """Reads values one after the other. Raises ValueError for what no file of a model contains."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._size = file, os.fstat(file.fileno()).st_size
+    def __init__(self, file: BinaryIO, size: int | None = None) -> None:
+        """`size`: of the file, if `file` is not one of the system."""
+        self._file, self._size = file, os.fstat(file.fileno()).st_size if size is None else size
         self._data, self._at = bytearray(), 4
         self._n_texts = 0
         self.weights_start = 0
@@ -211,6 +220,13 @@ class _Reader:
         if tensors and end > self._size:
             raise ValueError(f"it has {self._size} bytes, its weights end at {end}")
         return FileHeader(metadata, tensors, types)
+
+    def before_weights(self) -> bytes:
+        if self._data[:4] != b"GGUF":
+            raise ValueError(f"it starts with {bytes(self._data[:4])!r}")
+        self.header()
+        self._fill(self.weights_start)
+        return bytes(self._data[: self.weights_start])
 
     def _tensor(self) -> TensorInfo:
         name, n_dimensions = self._text(_LONGEST_NAME), self._number(self._n4)

@@ -9,12 +9,14 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cppbatch.child_processes import child_command, run
 from cppbatch.errors import ModelError
 from cppbatch.extras import require
 from cppbatch.models.check import check_model
@@ -29,6 +31,7 @@ from cppbatch.models.find import (
     models_in,
     short_name,
 )
+from cppbatch.models.requantize import part_folder
 
 _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
@@ -84,21 +87,33 @@ def present_file(model: HubModel, root: Path | None = None) -> Path | None:
 
 
 def pull_model(
-    model: HubModel, say: Say = lambda line: None, root: Path | None = None, starts: Starts = lambda file, size: None
+    model: HubModel,
+    say: Say = lambda line: None,
+    root: Path | None = None,
+    starts: Starts = lambda file, size: None,
+    *,
+    in_child: bool = False,
 ) -> Path:
     """The path of the model's file, downloaded if missing. `say` gets a line before the download, and `starts` the file
-    and the bytes of all its parts. `root`: as in `present_file`.
+    and the bytes of all its parts. `root`: as in `present_file`. `in_child`: a child process downloads, without a
+    progress bar; `child_processes.to_thread` ends it if it is cancelled.
 
     The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
     $HF_HUB_OFFLINE. Raises `ModelError`, and `ConfigError` without the client (the extra `hub`).
     """
     if present := present_file(model, root):
         return present
-    return check_model(_fetch(model, lambda sizes: _choose_files(model, sizes), say, root, starts)[0])
+    fetched = _fetch(model, lambda sizes: choose_files(model, sizes), say, root, starts, in_child=in_child)
+    return check_model(fetched[0])
 
 
 def pull_projector(
-    model: HubModel, say: Say = lambda line: None, root: Path | None = None, starts: Starts = lambda file, size: None
+    model: HubModel,
+    say: Say = lambda line: None,
+    root: Path | None = None,
+    starts: Starts = lambda file, size: None,
+    *,
+    in_child: bool = False,
 ) -> Path | None:
     """The path of a model's projector; None: no projector. Downloaded if the model is not local.
 
@@ -109,19 +124,24 @@ def pull_projector(
         return check_file(found) if found else None
 
     def choose(sizes: dict[str, int]) -> list[str]:
-        chosen = choose_projector(sizes, _choose_files(model, sizes)[0])
-        return [chosen] if chosen else []
+        found = choose_projector(sizes, choose_files(model, sizes)[0])
+        return [found] if found else []
 
-    fetched = _fetch(model, choose, say, root, starts)
+    fetched = _fetch(model, choose, say, root, starts, in_child=in_child)
     return check_file(fetched[0]) if fetched else None
 
 
 def pull_whole(
-    model: HubModel, say: Say = lambda line: None, root: Path | None = None, starts: Starts = lambda file, size: None
+    model: HubModel,
+    say: Say = lambda line: None,
+    root: Path | None = None,
+    starts: Starts = lambda file, size: None,
+    *,
+    in_child: bool = False,
 ) -> Path:
     """As `pull_model`, with the projector of a model that is downloaded."""
-    pull_projector(model, say, root, starts)
-    return pull_model(model, say, root, starts)
+    pull_projector(model, say, root, starts, in_child=in_child)
+    return pull_model(model, say, root, starts, in_child=in_child)
 
 
 def _fetch(
@@ -130,15 +150,17 @@ def _fetch(
     say: Say,
     root: Path | None = None,
     starts: Starts = lambda file, size: None,
+    *,
+    in_child: bool = False,
 ) -> list[Path]:
     """Downloads the files of a model selected by `choose`, which gets the repository's files with their sizes."""
     require("huggingface_hub", f"downloading {model} from the hub")
     import huggingface_hub as hub
 
     folder = (root or models_folder()) / model.repository
-    say(f"looking for {model} on {_endpoint() or _HUB}")
+    say(f"looking for {model} on {hub_address()}")
     try:
-        sizes = _sizes(hub, model.repository)
+        sizes = file_sizes(hub, model.repository)
         files = choose(sizes)
         if not files:
             return []
@@ -149,12 +171,40 @@ def _fetch(
         say(f"downloading {files[0]} from {model.repository} ({n_bytes / 1e9:.2f} GB) into {folder}/")
         starts(files[0], n_bytes)
         for file in files:
-            hub.hf_hub_download(model.repository, file, local_dir=folder, endpoint=_endpoint())
+            (_download_in_child if in_child else _download)(model.repository, file, str(folder))
     except ModelError:
         raise
     except Exception as error:  # the hub's, its HTTP client's, and the system's
-        raise ModelError(_reason(hub, model, error)) from error
+        raise ModelError(reason_of(hub, model, error)) from error
     return [folder / file for file in files]
+
+
+def _download(repository: str, file: str, folder: str) -> None:
+    import huggingface_hub as hub
+
+    hub.hf_hub_download(repository, file, local_dir=folder, endpoint=_endpoint())
+
+
+def _download_in_child(repository: str, file: str, folder: str) -> None:
+    """The file appears when it is complete; of a download that is stopped, nothing remains. Raises `ModelError`."""
+    with part_folder(Path(folder)) as part:
+        command = child_command(__name__, repository, file, str(part))
+        done = run(command, seconds=None, env={"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+        if done.returncode:
+            raise ModelError(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+        target = Path(folder, file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (part / file).replace(target)
+
+
+def _main(repository: str, *arguments: str) -> None:
+    """The program of the child."""
+    import huggingface_hub as hub
+
+    try:
+        _download(repository, *arguments)
+    except Exception as error:  # as in `_fetch`
+        sys.exit(reason_of(hub, HubModel(repository), error))
 
 
 def choose_file(files: Iterable[str], choice: str) -> str | None:
@@ -209,6 +259,17 @@ def _bits(file: str) -> int:
     return int(digits[0]) if found and (digits := re.search(r"\d+", found[1])) else 0
 
 
+def model_files(files: Iterable[str]) -> list[str]:
+    """The models among a repository's files; of a split model the first part."""
+    return sorted(file for file in files if _is_model(file))
+
+
+def weight_type(file: str) -> str:
+    """The type of weights at the end of a file's name, or of its folder's; "": none."""
+    found = _TYPE.search(_PART.sub("", file.removesuffix(".gguf"))) or _TYPE.search(file.rpartition("/")[0])
+    return found[1] if found else ""
+
+
 def _is_model(file: str) -> bool:
     name = file.rsplit("/", 1)[-1]
     return name.endswith(".gguf") and not LATER_PART.search(name) and not is_projector(name)
@@ -221,7 +282,7 @@ def _has_type(file: str, kind: str) -> bool:
     return any(re.search(rf"(?:^|[./-]){re.escape(kind)}$", each, re.IGNORECASE) for each in names)
 
 
-def _sizes(hub: Any, repository: str) -> dict[str, int]:
+def file_sizes(hub: Any, repository: str) -> dict[str, int]:
     """The files of a repository with their bytes."""
     api = hub.HfApi(endpoint=_endpoint())
     info = api.model_info(repository, files_metadata=True, timeout=_TIMEOUT_S)  # listing the tree retries for 23 s
@@ -233,14 +294,19 @@ def _endpoint() -> str | None:
     return os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT")
 
 
-def _choose_files(model: HubModel, sizes: dict[str, int]) -> list[str]:
-    """The files to fetch: one, or all parts of a split model."""
-    models = sorted(file for file in sizes if _is_model(file))
+def hub_address() -> str:
+    """The address of the hub, or of its mirror."""
+    return _endpoint() or _HUB
+
+
+def choose_files(model: HubModel, sizes: dict[str, int]) -> list[str]:
+    """The files to fetch: one, or all parts of a split model. Raises `ModelError`."""
+    models = model_files(sizes)
     if not models:
         raise ModelError(f"{model.repository} has no GGUF files. Look for a repository with -GGUF in its name")
     found = choose_file(models, model.choice)
     if found is None:
-        types = {each[1] for file in models if (each := _TYPE.search(_PART.sub("", file.removesuffix(".gguf"))))}
+        types = {weight_type(file) for file in models} - {""}
         there = sorted(types) if types and not model.choice.endswith(".gguf") else models
         shown = ", ".join(there[:_MOST_SHOWN]) + (" ..." if len(there) > _MOST_SHOWN else "")
         raise ModelError(f"{model.choice} not found in {model.repository}; available: {shown}")
@@ -250,8 +316,9 @@ def _choose_files(model: HubModel, sizes: dict[str, int]) -> list[str]:
     return [part.as_posix() for part in model_parts(Path(found))]
 
 
-def _reason(hub: Any, model: HubModel, error: Exception) -> str:
-    where = _endpoint() or _HUB
+def reason_of(hub: Any, model: HubModel, error: Exception) -> str:
+    """Why a model could not be downloaded, in a sentence."""
+    where = hub_address()
     if isinstance(error, hub.errors.GatedRepoError):
         return (
             f"{model.repository} requires you to accept its terms: open {where}/{model.repository}, then set HF_TOKEN"
@@ -265,3 +332,7 @@ def _reason(hub: Any, model: HubModel, error: Exception) -> str:
         return f"{model} has not been downloaded, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return f"{model} could not be downloaded from {where}: {first}. Check the network, or give a GGUF file with -m"
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 import re
-from functools import lru_cache
+from base64 import b64encode
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from aiohttp import ETag, hdrs, web
@@ -44,16 +45,30 @@ _POLICY = {
     "img-src": "'self' data: blob:",
     "media-src": "data:",
     "connect-src": "'self'",
+    "frame-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
+_FRAME = "diagram_frame.html"
+_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+# In this frame a library draws diagrams that a model wrote. Its origin is not the server's, and it loads nothing.
+_FRAME_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'sha256-{digest}' blob:",
+    "style-src": "'unsafe-inline'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'self'",
+    "sandbox": "allow-scripts",
+}
+_POLICY_HEADER = "Content-Security-Policy"
 _HEADERS = {
     hdrs.VARY: hdrs.ACCEPT_ENCODING,
     hdrs.CACHE_CONTROL: "no-cache",  # browsers revalidate, which costs a 304
-    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    _POLICY_HEADER: "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -63,15 +78,18 @@ _HEADERS = {
 routes = Routes()
 
 
-class PageFile(NamedTuple):
+class PageFile:
     """A file of the page."""
 
-    content: bytes
-    gzipped: bytes
-    """The content for clients that accept `Content-Encoding: gzip`: about a third of the bytes."""
-    media_type: str
-    etag: str
-    """A digest of the content. Weak, because both encodings share it."""
+    def __init__(self, content: bytes, media_type: str, headers: Mapping[str, str]) -> None:
+        self.content, self.media_type, self.headers = content, media_type, headers
+        self.etag = sha256(content).hexdigest()[:32]
+        """A digest of the content. Weak, because both encodings share it."""
+
+    @cached_property
+    def gzipped(self) -> bytes:
+        """The content for clients that accept `Content-Encoding: gzip`: about a third of the bytes."""
+        return gzip.compress(self.content, mtime=0)
 
 
 def is_page(path: str) -> bool:
@@ -83,18 +101,23 @@ def is_page(path: str) -> bool:
 def page_files() -> dict[str, PageFile]:
     """All files of the page, by their path below `/page/`: those of its folder, and `sampling_params.js`."""
     params = b"export const PARAMS = " + msgspec.json.encode(PARAMS)
-    found = {"sampling_params.js": _page_file(params, "text/javascript")}
+    found = {"sampling_params.js": PageFile(params, "text/javascript", _HEADERS)}
     for path in _FOLDER.rglob("*"):
         if media_type := _MEDIA_TYPES.get(path.suffix):
             content = path.read_bytes()
             if path.suffix == ".js" and "vendor" not in path.parts:
                 content = _COMMENT.sub(lambda found: b"\n" * found[0].count(b"\n"), content)
-            found[path.relative_to(_FOLDER).as_posix()] = _page_file(content, media_type)
+            headers = _frame_headers(content) if path.name == _FRAME else _HEADERS
+            found[path.relative_to(_FOLDER).as_posix()] = PageFile(content, media_type, headers)
     return found
 
 
-def _page_file(content: bytes, media_type: str) -> PageFile:
-    return PageFile(content, gzip.compress(content, mtime=0), media_type, sha256(content).hexdigest()[:32])
+def _frame_headers(content: bytes) -> dict[str, str]:
+    found = _SCRIPT.search(content)
+    assert found
+    digest = b64encode(sha256(found[1]).digest()).decode()
+    policy = "; ".join(f"{name} {value.format(digest=digest)}" for name, value in _FRAME_POLICY.items())
+    return {**_HEADERS, _POLICY_HEADER: policy}
 
 
 @routes.get(INDEX, {"text/html": TEXT}, ())
@@ -142,11 +165,11 @@ def static_files(folder: Path) -> Handler:
 
 def _response(request: web.Request, file: PageFile) -> web.Response:
     if any(tag.value in (file.etag, "*") for tag in request.if_none_match or ()):
-        response = web.Response(status=304, headers=_HEADERS)
+        response = web.Response(status=304, headers=file.headers)
     elif "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, ""):
-        headers = {**_HEADERS, hdrs.CONTENT_ENCODING: "gzip"}
+        headers = {**file.headers, hdrs.CONTENT_ENCODING: "gzip"}
         response = web.Response(body=file.gzipped, content_type=file.media_type, charset="utf-8", headers=headers)
     else:
-        response = web.Response(body=file.content, content_type=file.media_type, charset="utf-8", headers=_HEADERS)
+        response = web.Response(body=file.content, content_type=file.media_type, charset="utf-8", headers=file.headers)
     response.etag = ETag(file.etag, is_weak=True)
     return response

@@ -152,17 +152,46 @@ def test_a_file_that_is_dropped_beside_the_field_is_attached_and_does_not_replac
     expect(attached(chat)).to_have_count(1)
 
 
+def used(meter: Locator) -> int:
+    return int(meter.inner_text().split(" of ")[0].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"), [(64, "the oldest {half} tokens after the first 64"), (-1, "the older half of the answer")]
+)
+def test_what_a_full_context_forgets_is_said_with_context_shift(page: Page, url: str, keep: int, said: str) -> None:
+    def answer(route: Route) -> None:
+        response = route.fetch()
+        route.fulfill(response=response, json={**response.json(), "n_keep": keep})
+
+    page.route("**/props", answer)
+    open_tab(page, url)
+    wait_ready(page)
+    page.get_by_role("textbox", name="Message").fill("one two three")
+    meter = page.locator(".context-meter")
+    expect(meter).to_contain_text("; when it is full, the model forgets ")
+    limit = int(meter.inner_text().split(" of ")[1].split()[0].replace(",", ""))
+    expect(meter).to_contain_text(said.format(half=f"{(limit - 64) // 2:,}"))
+
+
 def test_how_full_the_context_is_is_shown_before_a_message_is_sent(chat: Page) -> None:
     meter = chat.locator(".context-meter")
     expect(meter).to_have_count(0)
     field = chat.get_by_role("textbox", name="Message")
     field.fill("one two three")
-    expect(meter).to_contain_text(re.compile(r"^\s*[345] of [\d,]+ tokens \(0%\)$"))
+    expect(meter).to_contain_text(re.compile(r"^\s*\d\d of [\d,]+ tokens \(0%\)$"))  # the chat template's too
+    short = used(meter)
+    assert short > 20
     asked: list[str] = []
-    chat.on("request", lambda request: asked.append(request.url) if request.url.endswith("/tokenize") else None)
+    chat.on("request", lambda request: asked.append(request.url) if request.url.endswith("/input_tokens") else None)
     field.press_sequentially(" four five six", delay=10)
-    expect(meter).to_contain_text(re.compile(r"[678] of"))
+    expect(meter).to_contain_text(f"{short + 3} of")
     assert len(asked) <= 2, "not at each key"
+    chat.get_by_role("button", name="Conversation settings").click()
+    chat.get_by_label("System prompt").fill("You are a pirate. " * 20)
+    chat.keyboard.press("Escape")
+    field.press_sequentially(" seven", delay=10)
+    expect(meter).to_contain_text(re.compile(r"^\s*1\d\d of"))  # with the system prompt
     field.fill("word " * 20_000)
     expect(meter).to_contain_text("too long; shorten it")
     assert axe_violations(chat) == []

@@ -486,7 +486,7 @@ def test_two_browser_tabs_write_in_one_conversation(chat: Page, url: str) -> Non
     chat.get_by_role("button", name="This conversation", exact=True).click()
     chat.get_by_role("menuitem", name="Rename").click()
     chat.get_by_label("Title").fill("Shared")
-    chat.get_by_role("button", name="Rename", exact=True).click()
+    chat.get_by_role("button", name="Save", exact=True).click()
     expect(other.locator(".conversation")).to_have_text("Shared")
     other.reload()
     expect(messages(other)).to_have_count(5)
@@ -549,7 +549,7 @@ def test_conversations_are_exported_and_imported(chat: Page, new_context: Callab
     assert markdown == (
         "# Is it so?\n\n## System\n\nBe brief.\n\n## You\n\nIs it so?\n\n## Assistant\n\n# Yes\n\nIndeed.\n"
     )
-    file = exported(chat, "All conversations", "Export all")
+    file = exported(chat, "All conversations", "Export all as JSON")
     other = new_context().new_page()
     other.goto(chat.url)
     wait_ready(other)

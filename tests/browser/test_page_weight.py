@@ -16,8 +16,20 @@ from tests.support.server_process import ServerProcess
 
 MAX_BYTES = 300_000
 MAX_FIRST = 20
-ON_DEMAND = ("vendor/katex/", "vendor/highlight/", "formula.js", "highlight.js", "chat/context_meter.js")
+MAX_FIRST_VISIT = 62_183  # bytes: what it was before files in the chat, diagrams and models from the page
+ON_DEMAND = (
+    "vendor/katex/", "vendor/highlight/", "vendor/mermaid.js", "formula.js", "highlight.js", "diagram",
+    "chat/context_meter.js", "chat/exchange.js", "chat/conversation_files.js", "chat/settings_dialog.js",
+    "chat/rename_dialog.js", "models/hub_dialog.js",
+)  # fmt: skip
 MAX_MS = 200
+
+
+def is_page(url: str) -> bool:
+    path = urlsplit(url).path
+    return path == "/" or path.startswith("/page/")
+
+
 USABLE = """
 new MutationObserver((changes, observer) => {
   if (!document.querySelector('main > section.chat textarea:not(:disabled)')) return
@@ -34,6 +46,12 @@ def test_all_tabs_load_only_from_this_server_and_less_than_300_kb(page: Page, se
     open_tab(page, url)
     expect(page.locator("main > section.chat textarea")).to_be_enabled()
     assert len(responses) <= MAX_FIRST, "until the first tab takes input"
+    expect(page.get_by_role("group", name="Example prompts")).to_be_visible()
+    page.wait_for_timeout(1000)  # what is loaded after the first view
+    assert (
+        sum(response.request.sizes()["responseBodySize"] for response in responses if is_page(response.url))
+        <= MAX_FIRST_VISIT
+    )
     for tab in TABS:
         open_tab(page, url, tab)
     wait_ready(page)
@@ -65,6 +83,7 @@ def test_libraries_for_formulas_and_code_are_loaded_when_an_answer_has_them(page
 def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:
     open_tab(page, url)
     wait_ready(page)
+    expect(page.get_by_role("group", name="Example prompts")).to_be_visible()  # the last part
     statuses: dict[str, int] = {}
     page.on("response", lambda response: statuses.update({urlsplit(response.url).path: response.status}))
     page.goto("about:blank")

@@ -144,6 +144,7 @@ async def test_llama_servers_fields_and_answer(tiny_llama: Path) -> None:
         async with http.post("/completion", json={**body, "n_keep": -2}) as answer:
             assert (answer.status, (await answer.json())["error"]["param"]) == (400, "n_keep")
         async with http.get("/props") as answer:
-            assert (await answer.json())["default_generation_settings"]["params"]["n_keep"] == 2
+            props = await answer.json()
+            assert (props["default_generation_settings"]["params"]["n_keep"], props["n_keep"]) == (2, 2)
         async with http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 300, "ignore_eos": True}) as one:
             assert (await one.json())["usage"]["completion_tokens"] == 300

@@ -503,6 +503,7 @@ async def test_props_have_what_front_ends_read(http: Http, tiny_llama: Path) -> 
     assert status == 200
     assert (props["total_slots"], props["model_path"], props["model_alias"]) == (4, str(tiny_llama), tiny_llama.stem)
     assert (props["bos_token"], props["eos_token"], props["is_sleeping"]) == ("<s>", "</s>", False)
+    assert props["n_keep"] is None, "without --context-shift a text ends where its context is full"
     assert props["modalities"] == {"vision": False, "video": False, "audio": False}
     assert "add_generation_prompt" in props["chat_template"]
     assert props["chat_template_caps"] == {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
+import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cppbatch.cli.model_sources import Catalog, ModelSources
@@ -67,8 +70,26 @@ async def statuses(http: Http, path: str, body: Json) -> list[Json]:
         return [json.loads(line) for line in (await answer.text()).splitlines()]
 
 
+async def read(http: Http, path: str) -> Any:
+    status, answer = await get(http, path)
+    assert status == 200, answer
+    return answer
+
+
 async def names(http: Http) -> set[str]:
     return {model["name"] for model in (await get(http, "/api/tags"))[1]["models"]}
+
+
+def downloads() -> list[psutil.Process]:
+    """The processes that download for this one."""
+    return [child for child in psutil.Process().children() if "cppbatch.models.hub" in child.cmdline()]
+
+
+async def wait_until(is_so: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)
 
 
 MARIO: Json = {"model": "mario", "from": "base", "system": "You are Mario.", "parameters": {**SHORT, "stop": "zz"}}
@@ -216,11 +237,75 @@ async def test_a_pulled_model_that_sees_has_its_projector(folder: Path, hub: Fak
         assert not [*files_below(folder / "owner")]
 
 
+async def test_the_hub_is_searched_and_a_file_is_judged_before_its_download_as_after_it(
+    folder: Path, hub: FakeHub
+) -> None:
+    content = hub.repositories["owner/Tiny-GGUF"]["Tiny-Q8_0.gguf"]
+    async with serve(folder, accepts_models=True) as http:
+        found = await read(http, "/models/hub?search=tiny+gguf")
+        assert found == {"data": [{"id": "owner/Tiny-GGUF", "downloads": 1200, "likes": 7}]}
+        listed = await read(http, "/models/hub/owner/Tiny-GGUF")
+        name = "owner/Tiny-GGUF:Tiny-Q8_0.gguf"
+        entry = {"model": name, "file": "Tiny-Q8_0.gguf", "weights": "Q8_0", "size": len(content)}
+        assert listed["data"] == [{**entry, "default": True, "here": False}]
+        assert listed["free_disk"] > 0 < listed["free_memory"]
+        before = (await read(http, "/models/hub/owner/Tiny-GGUF?fit=Tiny-Q8_0.gguf"))["fit"]
+        assert not (folder / "owner").exists(), "nothing was kept"
+        assert (await statuses(http, "/api/pull", {"model": name}))[-1] == {"status": "success"}
+        models = (await read(http, "/v1/models?fit=true"))["data"]
+        fits = {model["id"]: (model["fit"], model.get("deletable")) for model in models}
+        assert fits == {"base": (before, None), "Tiny-Q8_0": (before, "file"), name: (before, "name")}
+        assert before == "yes"
+        assert (await read(http, "/models/hub/owner/Tiny-GGUF"))["data"][0]["here"]
+
+
+async def test_a_download_stops_when_its_client_leaves_and_leaves_nothing_behind(folder: Path, hub: FakeHub) -> None:
+    hub.hold = threading.Event()
+    content = hub.repositories["owner/Tiny-GGUF"]["Tiny-Q8_0.gguf"]
+    pulled = folder / "owner/Tiny-GGUF/Tiny-Q8_0.gguf"
+    async with serve(folder, accepts_models=True) as http:
+        async with http.post("/api/pull", json={"model": "owner/Tiny-GGUF"}) as answer:
+            async for line in answer.content:
+                if json.loads(line).get("completed"):
+                    break
+        await wait_until(lambda: not downloads())
+        hub.hold.set()
+        await wait_until(lambda: not [*pulled.parent.iterdir()])
+        assert (await statuses(http, "/api/pull", {"model": "owner/Tiny-GGUF"}))[-1] == {"status": "success"}
+        assert await asyncio.to_thread(pulled.read_bytes) == content
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/models/hub?search=tiny", "search: the hub cannot be searched, because HF_HUB_OFFLINE is set: unset it"),
+        ("/models/hub/owner/Tiny-GGUF", "repository: owner/Tiny-GGUF has not been downloaded, and HF_HUB_OFFLINE is"),
+        ("/models/hub/nothing", "repository: is 'nothing'; it must be OWNER/REPO"),
+    ],
+)
+async def test_a_hub_that_is_out_of_reach_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, error: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    async with serve(folder, accepts_models=True) as http:
+        status, refused = await get(http, path)
+        assert (status, refused["error"]["message"][: len(error)]) == (400, error)
+
+
+async def test_a_hub_without_network_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    async with serve(folder, accepts_models=True) as http:
+        status, refused = await get(http, "/models/hub?search=tiny")
+        assert (status, refused["error"]["message"].count("http://127.0.0.1:1 could not be searched: ")) == (400, 1)
+        assert refused["error"]["message"].endswith(". Check the network")
+
+
 async def test_only_unlimited_keys_and_this_machine_may_change_models(folder: Path) -> None:
     async with serve(folder, accepts_models=True) as http:
         for header in ("X-Forwarded-For", "Via"):  # a proxy on this machine
             status, refused = await post(http, "/api/create", MARIO, headers={header: "10.0.0.7"})
             assert (status, "start it with --api-key" in refused["error"]) == (403, True)
+            assert (await get(http, "/models/hub?search=x", headers={header: "10.0.0.7"}))[0] == 403
     keys = Keys([api_key("sk-all", name="all"), api_key("sk-base", name="one", models=("base",))])
     async with serve(folder, settings={"keys": keys}, accepts_models=True) as http:
         limited, free = ({"Authorization": f"Bearer {key}"} for key in ("sk-base", "sk-all"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.support.http_site import QuietHandler, serving
 
@@ -22,6 +23,8 @@ class FakeHub:
         self.requests: list[str] = []
         self.cut_after: int | None = None
         """Bytes of a file after which the connection is closed, once."""
+        self.hold: threading.Event | None = None
+        """If it is set, the second half of each file waits for it."""
         self.url = ""
 
     @contextlib.contextmanager
@@ -43,6 +46,12 @@ class FakeHub:
         """Answers a request."""
         path = unquote(urlsplit(request.path).path)
         self.requests.append(f"{request.command} {path}")
+        if path == "/api/models":
+            words = parse_qs(urlsplit(request.path).query)["search"][0].lower().split()
+            found = [name for name in self.repositories if all(word in name.lower() for word in words)]
+            listed = [{"id": name, "downloads": 1200 - i, "likes": 7} for i, name in enumerate(found)]
+            self._send(request, 200, json.dumps(listed).encode())
+            return
         owner, name, *rest = path.removeprefix("/api/models").strip("/").split("/")
         repository = f"{owner}/{name}"
         if repository in self.gated and "resolve" in rest:
@@ -58,11 +67,13 @@ class FakeHub:
             self._send_file(request, content)
 
     def _send_file(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
-        start = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        given = request.headers.get("Range")
+        first, _, last = (given or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), int(last) + 1 if last else len(content)
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self._send(request, 206 if start else 200, content[start:], headers)
+        if given:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        self._send(request, 206 if given else 200, content[start:end], headers)
 
     def _refuse(self, request: BaseHTTPRequestHandler, status: int, code: str) -> None:
         self._send(request, status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
@@ -79,4 +90,10 @@ class FakeHub:
         if self.cut_after is not None and status == 200 and "ETag" in (headers or {}):
             body, self.cut_after = body[: self.cut_after], None
             request.close_connection = True
-        request.wfile.write(body)
+        if self.hold and "ETag" in (headers or {}) and not request.headers.get("Range"):
+            request.wfile.write(body[: len(body) // 2])
+            request.wfile.flush()
+            self.hold.wait(60)
+            body = body[len(body) // 2 :]
+        with contextlib.suppress(ConnectionError):  # the download was cancelled
+            request.wfile.write(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -124,6 +125,21 @@ async def test_the_browser_is_instructed_to_load_nothing_from_other_origins(
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert answer.headers["Referrer-Policy"] == "no-referrer"
     assert answer.headers["Cache-Control"] == "no-cache"
+
+
+async def test_the_frame_for_diagrams_has_an_origin_of_its_own_one_script_and_nothing_to_load(
+    client: TestClient[Any, Any],
+) -> None:
+    answer = await client.get("/page/diagram_frame.html")
+    policy = policy_of(answer)
+    assert policy["sandbox"] == "allow-scripts"
+    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["frame-ancestors"] == "'self'"
+    assert not {"img-src", "connect-src", "font-src", "frame-src"} & policy.keys()
+    [script] = re.findall(r"<script>(.*?)</script>", await answer.text(), re.DOTALL)
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    assert policy["script-src"] == f"'sha256-{digest}' blob:"
+    assert policy_of(await client.get("/"))["frame-src"] == "'self'"
 
 
 @pytest.mark.parametrize("path", ["/", "/page/style.css"])

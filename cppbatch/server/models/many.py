@@ -23,7 +23,15 @@ from cppbatch.server.http.api_errors import LoadTimeout, ModelNotFound
 from cppbatch.server.models.created import CreatedModel, CreatedModels
 from cppbatch.server.models.downloads import Downloads
 from cppbatch.server.models.loader import LoadPlan, MemoryPlanLoader, ModelSpec
-from cppbatch.server.models.served import ModelCounts, ModelEntry, ModelLease, RouterSettings, ServedModels, status_of
+from cppbatch.server.models.served import (
+    Deletable,
+    ModelCounts,
+    ModelEntry,
+    ModelLease,
+    RouterSettings,
+    ServedModels,
+    status_of,
+)
 from cppbatch.server.models.serving import Serving
 from cppbatch.server.observe.metrics import family
 from cppbatch.server.process import ready_line
@@ -145,6 +153,14 @@ class ManyModels(ServedModels):
     def folder_of_models(self) -> Path:
         """As in `ServedModels`."""
         return self._created.folder if self._created else super().folder_of_models()
+
+    def deletable(self, entry: ModelEntry) -> Deletable | None:
+        """As in `ServedModels`. Pulled files are in OWNER/REPO of the folder."""
+        if self._created is None or self.find_created(entry.name):
+            return "name" if self._created else None
+        folder = self._created.folder
+        is_pulled = entry.path.is_relative_to(folder) and len(entry.path.relative_to(folder).parts) >= 3
+        return "file" if is_pulled else None
 
     async def create(self, name: str, model: CreatedModel) -> None:
         """As in `ServedModels`."""

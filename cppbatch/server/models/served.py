@@ -36,6 +36,10 @@ ModelStatusName = Literal["unloaded", "downloading", "loading", "loaded", "unloa
 to load it failed."""
 
 
+Deletable = Literal["file", "name"]
+"""`file`: it was pulled into the folder. `name`: it was created, and its file stays."""
+
+
 class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
     """A request's permission to use a model, which stays loaded until the `with` block ends."""
 
@@ -239,6 +243,10 @@ class ServedModels(ABC):
     def folder_of_models(self) -> Path:
         """The folder to which clients may add models. Raises `Conflict` if there is none."""
         raise Conflict("model", f"cannot be changed: {_NO_FOLDER}")
+
+    def deletable(self, _entry: ModelEntry) -> Deletable | None:
+        """What clients may delete of a model."""
+        return None
 
     def find_created(self, name: str) -> CreatedModel | None:
         """What was created under this name; None: nothing, or a file."""

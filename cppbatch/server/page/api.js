@@ -136,7 +136,8 @@ async function send(path, {method, body, signal, headers}, apiKey) {
 async function errorOf(response) {
   const retryAfter = Number(response.headers.get('Retry-After')) || 0;
   const body = await response.json().catch(() => null);
-  return apiError(response.status, body?.error ?? {message: `status ${response.status}`}, retryAfter);
+  const error = body?.error ?? `status ${response.status}`; // a text: Ollama's form
+  return apiError(response.status, error.message ? error : {message: error}, retryAfter);
 }
 
 function apiError(status, error, retryAfter = 0) {

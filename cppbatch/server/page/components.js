@@ -276,7 +276,7 @@ function reloadWhenBack(failure) {
   return () => clearInterval(timer);
 }
 
-/** The component that `load` resolves to, once it is there. Its `load()` loads it before it is shown. */
+/** The component that `load` resolves to, once it is there. Its `load()` loads it before it is shown; `isLoaded()`. */
 export function lazy(load, Before = null) {
   let Loaded = null;
   let loading = null;
@@ -295,6 +295,7 @@ export function lazy(load, Before = null) {
     loading ??= load().then((component) => { Loaded = component; }).finally(() => { loading = null; });
     return loading;
   };
+  Lazy.isLoaded = () => Loaded !== null;
   return Lazy;
 }
 

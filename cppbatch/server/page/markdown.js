@@ -9,8 +9,9 @@
 import {CopyButton, html, lazy, useLayoutEffect, useMemo, useRef, useTurns} from './components.js';
 import {MarkdownBlocks} from './markdown_blocks.js';
 
-// Loaded when an answer has a formula or code.
+// Loaded when an answer has a formula, a diagram or code.
 const Formula = lazy(() => import('./formula.js').then((module) => module.Formula), ({tex}) => tex);
+const Diagram = lazy(() => import('./diagram.js').then((module) => module.Diagram), ({children}) => children);
 let colours = null; // highlight.js
 
 const LONGEST = 20_000; // characters of code that are highlighted
@@ -79,6 +80,15 @@ const plain = (text) => text.replace(ENTITY, (whole, decimal, hex, name) => {
 const link = (href, inner) => (SAFE_LINK.test(href)
   ? html`<a href=${href} target="_blank" rel="noopener noreferrer nofollow">${inner}</a>` : inner);
 
+const jump = (to) => (event) => event.currentTarget.closest('.markdown').querySelector(to)?.focus();
+
+/** A reference to a footnote, which leads there, and from there back. Names are data: ids of several answers would meet. */
+const FootnoteMark = ({name}) => html`<sup><button type="button" class="mark" data-mark=${name} aria-label=${`Footnote ${name}`}
+  onClick=${jump(`[data-note="${CSS.escape(name)}"]`)}>${name}</button></sup>`;
+
+const Footnote = ({name, children}) => html`<p class="footnote"><button type="button" class="mark" data-note=${name}
+  aria-label=${`Back from footnote ${name}`} onClick=${jump(`[data-mark="${CSS.escape(name)}"]`)}>${name}</button> ${children}</p>`;
+
 /** The element of a token, by its type. `inner(tokens)`: those of the tokens within it. */
 const ELEMENTS = {
   space: () => null,
@@ -88,6 +98,8 @@ const ELEMENTS = {
   plain: ({text}) => html`<span class="plain">${text}</span>`,
   html: ({text, block}) => (block ? html`<p class="plain">${text}</p>` : text),
   br: () => html`<br />`,
+  footnote: ({name, tokens}, inner) => html`<${Footnote} name=${name}>${inner(tokens)}<//>`,
+  mark: ({name}) => html`<${FootnoteMark} name=${name} />`,
   raised: ({name, tokens}, inner) => html`<${name}>${inner(tokens)}<//>`,
   hr: () => html`<hr />`,
   strong: ({tokens}, inner) => html`<strong>${inner(tokens)}</strong>`,
@@ -103,7 +115,10 @@ const ELEMENTS = {
   blockquote: ({tokens}, inner) => html`<blockquote>${inner(tokens)}</blockquote>`,
   list: ({ordered, start, items}, inner) => html`<${ordered ? 'ol' : 'ul'} start=${ordered ? start : undefined}>
     ${items.map(({tokens}) => html`<li>${inner(tokens)}</li>`)}<//>`,
-  code: ({text, lang}, _inner, isWhole) => html`<${Code} text=${text} lang=${lang} isWhole=${isWhole} />`,
+  code({text, lang}, _inner, isWhole) {
+    const code = html`<${Code} text=${text} lang=${lang} isWhole=${isWhole} />`;
+    return isWhole && lang === 'mermaid' ? html`<${Diagram} text=${text}>${code}<//>` : code;
+  },
   table({header, rows}, inner) {
     const row = (name, cells) => html`<tr>${cells.map(({align, tokens}) =>
       html`<${name} style=${{textAlign: align}}>${inner(tokens)}<//>`)}</tr>`;

@@ -10,9 +10,11 @@ const LINES = 500; // its lines: what follows is another block. Fenced code has 
 const BUDGET = 2e6; // of a block: the sum of characters times marks, over its texts and the texts within them
 const CELLS = 5000; // of a table
 const DEEPEST = 20; // levels of quotations, lists and emphasis
-const DEFINITIONS = 100; // of link targets; more are text
+const DEFINITIONS = 100; // of link targets and footnotes; more are text
 const MARKS = /[*_~`[\]<!\\@&:$]/g;
 const FORMULA = /^(?:\$\$([^$]{1,1000})\$\$|\\\[([^]{1,1000}?)\\\]|\\\(([^]{1,500}?)\\\)|\$(?!\s)([^$\n]{1,500})(?<!\s)\$(?!\d))/;
+const NOTE = /^ {0,3}\[\^([^\s\]]{1,40})\]:[ \t]*([^\n]*(?:\n(?!\s*$|\s*\n| {0,3}(?:\[\^|[-*+#>`~|]|\d+[.)]))[^\n]+)*)(?:\n|$)/;
+const MARK = /^\[(\^[^\s\]]{1,40})\]/;
 const LONG = /\S{1000}|[ \t]{100}/; // in a paragraph: on these the rules for addresses and line breaks are slow
 const WINDOW_LINES = new RegExp(`^(?:[^\n]*\n){${LINES}}`);
 const EMPTY_LINES = /(?:[ \t]*\n)*/y;
@@ -33,7 +35,17 @@ class Rules extends Tokenizer {
   }
 
   def(src) {
-    return Object.keys(this.lexer.tokens.links).length < DEFINITIONS ? super.def(src) : undefined;
+    const {depth, tokens} = this.lexer;
+    if (Object.keys(tokens.links).length >= DEFINITIONS) return undefined;
+    const isPart = depth > 1 || ['paragraph', 'text'].includes(tokens.at(-1)?.type);
+    const [raw, name, text] = (!isPart && NOTE.exec(src)) || [];
+    return raw ? {type: 'footnote', raw, tag: `^${name}`, name, text, tokens: this.lexer.inline(text.replace(/\n[ \t]+/g, '\n'))} : super.def(src);
+  }
+
+  /** [^1], if the text has such a footnote. */
+  reflink(src, links) {
+    const [raw, tag] = MARK.exec(src) ?? [];
+    return raw && tag in links ? {type: 'mark', raw, name: tag.slice(1)} : super.reflink(src, links);
   }
 
   table(src) {
@@ -161,7 +173,7 @@ export class MarkdownBlocks {
     while (this.all.length && !this.#text.slice(this.all.at(-1).end).trimStart().includes('\n')) {
       const block = this.all.pop();
       this.#before.set(block.start, block);
-      for (const {type, tag} of block.tokens) if (type === 'def') delete this.#links[tag];
+      for (const {type, tag} of block.tokens) if (type === 'def' || type === 'footnote') delete this.#links[tag];
     }
   }
 

@@ -64,6 +64,9 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     model_alias: str
     model_path: str
     modalities: Modalities
+    n_keep: int | None
+    """With --context-shift: how many tokens at the start of a full context are kept (--keep), -1: the prompt. Null: a
+    text ends where its context is full."""
     media_marker: str
     """The placeholder for an image or audio in the `prompt_string` of `/completion`; differs after each start."""
     chat_template: str
@@ -160,6 +163,7 @@ async def props(request: web.Request) -> web.Response:
                 model_alias=serving.name,
                 model_path=info.path,
                 modalities=Modalities(vision="image" in info.modalities, audio="audio" in info.modalities),
+                n_keep=serving.client.config.n_keep if serving.client.config.context_shift else None,
                 media_marker=MEDIA_MARKER,
                 chat_template=serving.template or CHATML,
                 has_chat_template=serving.template is not None,

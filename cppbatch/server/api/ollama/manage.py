@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from cppbatch import child_processes
 from cppbatch.engine.params import KINDS, UNLIMITED
 from cppbatch.errors import Conflict, CppBatchError, Forbidden, InvalidRequest
 from cppbatch.models.find import remove_model
@@ -111,7 +112,7 @@ class CopyRequest(msgspec.Struct, kw_only=True):
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
 
 
-def _check_may_change(request: web.Request) -> ServedModels:
+def check_may_change(request: web.Request) -> ServedModels:
     """The models. Raises `Forbidden` for a key that is limited to some models, and for a request of another machine on
     a server without keys; `Conflict` for a server without a folder of models."""
     if rules := request.get(KEY):
@@ -156,7 +157,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     It is stored in the models folder, and every API serves it.
     """
     body = await read_json(request, CreateRequest)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     name = _check_name("model", body.named)
     for field, remedy in _NOT_CREATED.items():
         if getattr(body, field):
@@ -209,7 +210,7 @@ def _sampling_defaults(parameters: Json) -> Json:
 async def copy(request: web.Request) -> web.Response:
     """Give a model another name, in Ollama's API; its file is not copied."""
     body = await read_json(request, CopyRequest)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     await models.create(_check_name("destination", body.destination), await _made_from(request, body.source))
     return web.Response()
 
@@ -218,24 +219,19 @@ async def copy(request: web.Request) -> web.Response:
 async def delete(request: web.Request) -> web.Response:
     """Delete a created model, or the files of a pulled one, in Ollama's API."""
     body = await read_json(request, NameFields)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     entry = await models.entry(name_of(models, body.named), request.get(KEY))
-    if models.find_created(entry.name):
+    if (what := models.deletable(entry)) == "name":
         await models.delete_created(entry.name)
         return web.Response()
     folder = models.folder_of_models()
-    if not _is_pulled(entry.path, folder):
+    if what is None:
         raise Conflict("model", f"{entry.name!r} was not pulled; remove its file from {folder.name}/ on the server")
     await models.unload(entry.name, request.get(KEY))
     await asyncio.to_thread(remove_model, entry.path, folder)
     await models.reload()
     log.info("deleted %s", entry.path)
     return web.Response()
-
-
-def _is_pulled(path: Path, folder: Path) -> bool:
-    """Whether it is in OWNER/REPO of the folder, where pulled files are."""
-    return path.is_relative_to(folder) and len(path.relative_to(folder).parts) >= 3
 
 
 # --- pull -----------------------------------------------------------------------------------------------------------
@@ -250,7 +246,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
     if models.knows(known):
         await entry_of(request, known)  # raises if the key does not allow it
         return await _respond_with_progress(request, _steps("pulling manifest"), stream=body.stream)
-    models = _check_may_change(request)
+    models = check_may_change(request)
     model = hub_model(known) or library_model(known)
     if model is None:
         raise ModelNotFound(
@@ -260,7 +256,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
     return await _respond_with_progress(request, _pull(models, model, known), stream=body.stream)
 
 
-async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterator[ProgressResponse]:
+async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncGenerator[ProgressResponse]:
     """Downloads a model with its projector, which is then served under this name too. Raises `ModelError` and
     `ConfigError`."""
     folder = models.folder_of_models()
@@ -270,18 +266,22 @@ async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterat
         started.append((file, n_bytes, bytes_so_far(model, folder)))
 
     yield ProgressResponse(status="pulling manifest")
-    download = asyncio.ensure_future(asyncio.to_thread(pull_whole, model, log.info, folder, starts))
-    download.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone by then
+    get = functools.partial(pull_whole, model, log.info, folder, starts, in_child=True)
+    download = asyncio.ensure_future(child_processes.to_thread(get))
     n_shown = 0
-    while not download.done():
-        await asyncio.wait([download], timeout=_POLL_S)
-        n_whole = len(started) - (not download.done() or download.exception() is not None)
-        for i, (file, n_bytes, before) in enumerate(started[n_shown:], n_shown):
-            done = n_bytes if i < n_whole else await asyncio.to_thread(bytes_so_far, model, folder) - before
-            completed = max(0, min(done, n_bytes))
-            yield ProgressResponse(status=f"pulling {file}", digest=file, total=n_bytes, completed=completed)
-        n_shown = max(n_shown, n_whole)
-    path = download.result()
+    try:
+        while not download.done():
+            await asyncio.wait([download], timeout=_POLL_S)
+            n_whole = len(started) - (not download.done() or download.exception() is not None)
+            for i, (file, n_bytes, before) in enumerate(started[n_shown:], n_shown):
+                done = n_bytes if i < n_whole else await asyncio.to_thread(bytes_so_far, model, folder) - before
+                completed = max(0, min(done, n_bytes))
+                yield ProgressResponse(status=f"pulling {file}", digest=file, total=n_bytes, completed=completed)
+            n_shown = max(n_shown, n_whole)
+        path = download.result()
+    finally:
+        if download.cancel():  # the client is gone
+            log.info("stopped pulling %s", model)
     yield ProgressResponse(status="writing manifest")
     await models.reload()
     if not models.knows(name):
@@ -291,13 +291,13 @@ async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncIterat
     yield ProgressResponse(status="success")
 
 
-async def _steps(*statuses: str) -> AsyncIterator[ProgressResponse]:
+async def _steps(*statuses: str) -> AsyncGenerator[ProgressResponse]:
     for status in (*statuses, "writing manifest", "success"):
         yield ProgressResponse(status=status)
 
 
 async def _respond_with_progress(
-    request: web.Request, steps: AsyncIterator[ProgressResponse], *, stream: bool | None
+    request: web.Request, steps: AsyncGenerator[ProgressResponse], *, stream: bool | None
 ) -> web.StreamResponse:
     """Lines of a stream, which ends with an error if the work fails; without a stream, the last step.
 
@@ -312,8 +312,9 @@ async def _respond_with_progress(
     response = web.StreamResponse(headers=STREAM_HEADERS | {"Content-Type": LINES})
     await response.prepare(request)
     try:
-        async for step in steps:
-            await response.write(ServerSentEvent(step).as_line())
+        async with contextlib.aclosing(steps):
+            async for step in steps:
+                await response.write(ServerSentEvent(step).as_line())
     except CppBatchError as error:
         known = error if isinstance(error, InvalidRequest) else InvalidRequest("model", str(error))
         await response.write(ServerSentEvent(ollama_error(api_error(known))).as_line())

@@ -15,7 +15,7 @@ from cppbatch.errors import ConfigError, InvalidRequest, ModelError
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.http.api_errors import is_anthropic, json_response
 from cppbatch.server.http.endpoint import Routes
-from cppbatch.server.models.served import MODELS, ModelEntry, ModelStatusName, ServedModels
+from cppbatch.server.models.served import MODELS, Deletable, ModelEntry, ModelStatusName, ServedModels
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.typed_json import convert
 
@@ -188,6 +188,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Whether requests without a model use it."""
     pinned: bool
     """Whether it is never unloaded in favour of another one."""
+    deletable: Deletable | UnsetType = UNSET
+    """What `DELETE /api/delete` removes: the `file` of a pulled model, the `name` of a created one. Absent: refused."""
     needs: int | UnsetType = UNSET
     """Estimated memory in bytes. Absent while it is not loaded, and for a single model."""
     fit: str | UnsetType = UNSET
@@ -262,6 +264,7 @@ def _model(served: ServedModels, entry: ModelEntry, fit: str | None = None) -> M
         status=model_status(entry) if served.router else UNSET,
         default=entry.default,
         pinned=entry.pinned,
+        deletable=served.deletable(entry) or UNSET,
         needs=UNSET if entry.needs is None else entry.needs,
         fit=fit or UNSET,
         meta=_meta(entry),

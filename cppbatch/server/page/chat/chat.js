@@ -1,12 +1,10 @@
 // @ts-check
 // The Chat tab.
-import {
-  Button, Dialog, EmptyState, Field, Menu, download, html, lazy, toast, useEffect, useReducer, useState,
-} from '../components.js';
+import {Button, EmptyState, Menu, html, lazy, toast, useEffect, useReducer, useState} from '../components.js';
 import {chatState as state} from './chat_state.js';
 import {Composer} from './composer.js';
-import {add, choose, pathOf, remove, toJson, toMarkdown} from './conversation.js';
-import {Sidebar} from './sidebar.js';
+import {add, choose, lastId, pathOf, remove, requestMessages} from './conversation.js';
+import {Sidebar, exportItems} from './sidebar.js';
 
 // What the first view does not need is loaded after it, so that it is there soon.
 const AFTER_MS = 300;
@@ -14,6 +12,8 @@ const Messages = lazy(() => import('./messages.js').then((module) => module.Mess
   <div class="messages"><div class="messages-inner">${pathOf(conversation).map(({id, role, content}) => html`
     <article key=${id} class=${`message ${role}`}><div class="message-body">
       <p class="plain">${content || (role === 'assistant' && '…')}</p></div></article>`)}</div></div>`);
+const Examples = lazy(() => import('./examples.js').then((module) => module.Examples));
+const Rename = lazy(() => import('./rename_dialog.js').then((module) => module.Rename));
 const SettingsDialog = lazy(() => import('./settings_dialog.js').then((module) => module.SettingsDialog));
 
 const ACTIONS = {
@@ -36,7 +36,7 @@ function useChatState() {
   const [, update] = useReducer((n) => n + 1, 0);
   useEffect(() => {
     state.load();
-    setTimeout(() => [Messages, SettingsDialog].forEach((each) => each.load().catch(() => {})), AFTER_MS);
+    setTimeout(() => Messages.load().then(() => Examples.load()).then(update, () => {}), AFTER_MS);
     return state.subscribe(update);
   }, []);
 }
@@ -47,23 +47,6 @@ function send(text, media) {
   return true;
 }
 
-const fileName = ({title}) => title.replace(/[^\p{L}\p{N}]+/gu, '-').slice(0, 50) || 'conversation';
-
-function Rename({conversation, onEnd}) {
-  const [title, setTitle] = useState(conversation.title);
-  const submit = (event) => {
-    event.preventDefault();
-    state.update({...conversation, title: title.trim()});
-    onEnd();
-  };
-  return html`<${Dialog} open title="Rename conversation" onClose=${onEnd}><form onSubmit=${submit}>
-    <${Field} label="Title">
-      <input required autofocus value=${title} onInput=${({target}) => setTitle(target.value)} /><//>
-    <div class="row end"><${Button} onClick=${onEnd}>Cancel<//>
-      <${Button} kind="primary" type="submit">Rename<//></div>
-  </form><//>`;
-}
-
 function erase(conversation) {
   state.erase(conversation.id);
   toast('Conversation deleted.', 'info', {label: 'Undo', act: () => state.import([conversation])});
@@ -71,6 +54,12 @@ function erase(conversation) {
 
 /** Whether a question about tokens neither loads nor wakes a model. */
 const isUp = ({health, info: {model}}) => health.status === 'ok' && (model?.status?.value ?? 'loaded') === 'loaded';
+
+/** A conversation as a request, for the tokens of one without an answer: its template and system prompt count. */
+function bodyOf({system, tools, ...conversation}) {
+  const messages = requestMessages({...conversation, system}, lastId(conversation));
+  return {messages, ...(state.model && {model: state.model}), ...(tools.trim() && {tools})};
+}
 
 /** The tokens of a conversation up to its last answer, as the server counted them. */
 function usedBy(conversation) {
@@ -105,29 +94,27 @@ export function Chat({server, active}) {
         <${Button} kind="quiet" icon="settings" label="Conversation settings"
           onClick=${() => setDialog('settings')} />
         <${Menu} label="This conversation" items=${[
-          {label: 'Rename …', icon: 'edit', disabled: isEmpty, onSelect: () => setDialog('rename')},
-          {label: 'Export as Markdown', icon: 'download', disabled: isEmpty, onSelect: () =>
-            download(`${fileName(conversation)}.md`, toMarkdown(conversation), 'text/markdown')},
-          {label: 'Export as JSON', icon: 'download', disabled: isEmpty, onSelect: () =>
-            download(`${fileName(conversation)}.json`, toJson([conversation]))},
+          {label: 'Rename and tag …', icon: 'edit', disabled: isEmpty, onSelect: () => setDialog('rename')},
+          ...exportItems(() => [conversation], isEmpty, conversation.title, true),
           {label: 'Delete', icon: 'trash', danger: true, disabled: isEmpty, onSelect: () => erase(conversation)},
         ]} />
       </div>
       <div class="shown">${isEmpty ? html`<div class="messages">
           <${EmptyState} title=${server.name ? `Chat with ${server.name}` : 'Chat'}>Write a message below. Several
-            conversations can be answered at the same time: they share the batch.<//></div>`
+            conversations can be answered at the same time: they share the batch.${Examples.isLoaded() && html`<${Examples} onSend=${(text) => send(text)} />`}<//></div>`
         : html`<${Messages} key=${conversation.id} conversation=${conversation} actions=${ACTIONS}
           health=${server.health} model=${conversation.model ?? state.model} running=${state.running.get(conversation.id)?.messageId} />`}</div>
       ${shown.info.props?.has_chat_template === false && html`<p class="no-template muted small">This file has no chat template:
         it is a base model, or its template is missing. Messages are sent in ChatML, which it may not know. Use an instruct
         model, or start the server with --chat-template.</p>`}
       <${Composer} conversationId=${conversation.id} isRunning=${state.isRunning} active=${active}
-        modalities=${shown.info.props?.modalities} used=${usedBy(conversation)} model=${state.model}
-        limit=${isUp(shown) ? shown.info.props?.default_generation_settings?.n_ctx : null}
+        modalities=${shown.info.props?.modalities} model=${state.model} used=${usedBy(conversation)}
+        limit=${isUp(shown) ? shown.info.props?.default_generation_settings?.n_ctx : null} keep=${shown.info.props?.n_keep}
+        request=${() => bodyOf(conversation)}
         onSend=${send} onStop=${() => state.stop()} />
     </div>
     ${dialog === 'settings' && html`<${SettingsDialog} conversation=${conversation} server=${shown} onClose=${close}
       onChange=${(fields) => state.update({...state.current, ...fields})} />`}
-    ${dialog === 'rename' && html`<${Rename} conversation=${conversation} onEnd=${close} />`}
+    ${dialog === 'rename' && html`<${Rename} conversation=${conversation} onChange=${(next) => state.update(next)} onEnd=${close} />`}
   </div>`;
 }

@@ -14,7 +14,7 @@ const acceptOf = (modalities) => [TEXTS,
   ...(modalities?.vision ? ['image/*'] : []), ...(modalities?.audio ? ['audio/wav', 'audio/mpeg', 'audio/flac'] : []),
 ].join(',');
 
-export function Composer({conversationId, isRunning, active, modalities, used, limit, model, onSend, onStop}) {
+export function Composer({conversationId, isRunning, active, modalities, used, limit, keep, request, model, onSend, onStop}) {
   const [text, setText] = useState('');
   const [media, setMedia] = useState([]);
   const [over, setOver] = useState(false);
@@ -83,6 +83,6 @@ export function Composer({conversationId, isRunning, active, modalities, used, l
       ? html`<${Button} kind="primary" icon="stop" label="Stop" onClick=${onStop} />`
       : html`<${Button} kind="primary" icon="send" label="Send" type="submit"
         disabled=${!text.trim() && !media.length} />`}
-    ${limit && (text.trim() || media.length || used > 0) ? html`<${ContextMeter} text=${written} used=${used} limit=${limit} model=${model} />` : null}
+    ${limit && (text.trim() || media.length || used > 0) ? html`<${ContextMeter} text=${written} used=${used} limit=${limit} keep=${keep} request=${request} model=${model} />` : null}
   </form>`;
 }

@@ -1,20 +1,19 @@
 // @ts-check
 // A conversation: a tree of messages, of which one path is shown. No DOM, no network. Nothing is changed in place.
 //
-// {id, title, created, changed, system, settings, tools, thinking, messages: {id: message}, chosen: {parent: child},
+// {id, title, tags, created, changed, system, settings, tools, thinking, messages: {id: message}, chosen: {parent: child},
 //  saved: names this state of it in the browser's storage}
 // message: {id, parent, role, content, media: [{kind: 'image' | 'audio', name, url} or {kind: 'text', name, text}], reasoning, calls, callId, stats, finish, error}. parent of the first: 'root'.
 // Versions of a message are the children of one parent: an edit or another answer adds one.
 
 export const ROOT = 'root';
-export const FORMAT = 'cppbatch-chat';
 
 export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(9)), (b) => b.toString(36)).join('');
 
 /** @param {object} base settings to begin with: system, settings, tools, thinking */
 export const newConversation = (base = {}) => ({
   system: '', settings: {}, tools: '', thinking: 'auto', ...base,
-  id: newId(), title: '', created: Date.now(), changed: Date.now(), messages: {}, chosen: {},
+  id: newId(), title: '', tags: [], created: Date.now(), changed: Date.now(), messages: {}, chosen: {},
 });
 
 export const versionsOf = (conversation, parent) =>
@@ -119,7 +118,7 @@ function requestMessage({role, content: written, media: all, calls, callId}) {
   return {role, content: content || null, tool_calls: toolCalls};
 }
 
-const AUDIO_URL = /^data:audio\/(?:x-)?(\w+);base64,/;
+export const AUDIO_URL = /^data:audio\/(?:x-)?(\w+);base64,/;
 
 /** An image or audio file as a part of a message, in OpenAI's format. */
 function partOf({kind, url}) {
@@ -129,69 +128,14 @@ function partOf({kind, url}) {
   return {type: 'input_audio', input_audio: {data: url.slice(start.length), format}};
 }
 
-/** The text and the media of a message's content in OpenAI's format. */
-function contentOf(content) {
-  if (typeof content === 'string') return {content};
-  const texts = [];
-  const media = [];
-  for (const {type, text, image_url: image, input_audio: audio} of content ?? []) {
-    if (type === 'text') texts.push(text);
-    else if (image?.url?.startsWith('data:image/')) media.push({kind: 'image', name: 'image', url: image.url});
-    else if (audio) media.push({kind: 'audio', name: 'audio', url: `data:audio/${audio.format};base64,${audio.data}`});
-    else throw new Error('Only text, and images and audio embedded in the file, can be imported.');
-  }
-  return {content: texts.join('\n'), media};
-}
-
-const isMedium = ({kind, name, url, text}) => typeof name === 'string'
-  && (kind === 'text' ? typeof text === 'string' : kind === 'image' ? url.startsWith('data:image/') : kind === 'audio' && AUDIO_URL.test(url));
-
 function titleOf({role, content, media}) {
   const line = role === 'user' ? content.trim().split('\n')[0] || media?.[0]?.name || '' : '';
   return line.length > 60 ? `${line.slice(0, 59).trimEnd()}…` : line;
 }
 
-export function toMarkdown(conversation) {
-  const names = {user: 'You', assistant: 'Assistant', tool: 'Tool result'};
-  const part = ({role, content, media, reasoning, calls}) => [
-    `## ${names[role]}`,
-    ...(media ?? []).map((medium) => (medium.kind === 'text' ? fenced(medium) : `(${medium.kind}: ${medium.name})`)),
-    ...(reasoning ? [`> ${reasoning.trim().replaceAll('\n', '\n> ')}`] : []),
-    ...(content ? [content.trim()] : []),
-    ...(calls ?? []).map(({name, args}) => `\`\`\`json\n${JSON.stringify({name, arguments: args})}\n\`\`\``),
-  ].join('\n\n');
-  const system = conversation.system.trim() ? [`## System\n\n${conversation.system.trim()}`] : [];
-  return `${[`# ${conversation.title}`, ...system, ...pathOf(conversation).map(part)].join('\n\n')}\n`;
-}
-
-export const toJson = (conversations) => JSON.stringify({format: FORMAT, version: 1, conversations}, null, 1);
-
-/** The conversations of an exported file, or of a file with OpenAI's `messages`. Throws Error with what is wrong. */
-export function fromJson(text) {
-  const read = JSON.parse(text);
-  if (Array.isArray(read?.messages)) return [fromMessages(read.messages)];
-  if (read?.format !== FORMAT || !Array.isArray(read.conversations)) {
-    throw new Error('The file contains neither exported conversations nor a list of messages.');
-  }
-  return read.conversations.map((one) => {
-    const whole = {...newConversation(), ...one};
-    if (typeof whole.title !== 'string' || typeof whole.system !== 'string' || !isTree(whole)) {
-      throw new Error('A conversation in the file is damaged.');
-    }
-    return whole;
-  });
-}
-
-const isTree = ({messages, chosen}) => Object.entries(messages).every(([id, message]) => message.id === id
-  && typeof message.content === 'string' && (message.media ?? []).every(isMedium) && (message.parent === ROOT || message.parent in messages))
-  && Object.entries(chosen).every(([parent, id]) => messages[id]?.parent === parent);
-
-function fromMessages(messages) {
-  let conversation = newConversation();
-  for (const {role, content} of messages) {
-    const fields = contentOf(content);
-    if (role === 'system') conversation = {...conversation, system: fields.content};
-    else conversation = add(conversation, lastId(conversation), {role, ...fields});
-  }
-  return conversation;
+/** Whether it has all words of a search in its title, system prompt or messages, and the tags among them (#tag). */
+export function isFound({title, tags = [], system, messages}, search) {
+  const texts = [title, system, ...Object.values(messages).map(({content}) => content)].map((text) => text.toLowerCase());
+  return search.toLowerCase().split(/\s+/).every((word) => (word[0] === '#'
+    ? tags.some((tag) => `#${tag.toLowerCase()}`.startsWith(word)) : texts.some((text) => text.includes(word))));
 }

@@ -1,7 +1,35 @@
 // @ts-check
 // The settings of a conversation: system prompt, sampling, tools.
-import {Dialog, Field, html} from '../components.js';
+import {Button, Dialog, Field, html, useState, useStored} from '../components.js';
 import {SamplingForm, defaultsOf} from '../sampling_form.js';
+
+const PRESETS = {
+  'Short answers': 'Answer in at most three sentences. Say so if you do not know.',
+  Translator: 'Translate each message into English. If it is English, translate it into German. Answer with the translation only.',
+  Proofreader: 'Correct spelling, grammar and style of each message. Answer with the corrected text, then list the changes.',
+  'Code reviewer': 'Review the code in each message: errors first, then security, then clarity. Quote the lines, and show the better code.',
+};
+
+/** Presets of system prompts: some to begin with, and those that the reader has saved in this browser. */
+function Presets({system, onChange}) {
+  const [own, setOwn] = useStored('presets', {});
+  const [name, setName] = useState('');
+  const all = {...PRESETS, ...own};
+  const chosen = Object.keys(all).find((each) => all[each] === system) ?? '';
+  const save = () => {
+    setOwn({...own, [name.trim()]: system});
+    setName('');
+  };
+  const remove = () => setOwn(Object.fromEntries(Object.entries(own).filter(([each]) => each !== chosen)));
+  return html`<div class="row presets">
+    <${Field} label="Preset"><select value=${chosen} onChange=${({target}) => target.value && onChange(all[target.value])}>
+      <option value="">${system ? 'none of them' : 'choose one'}</option>
+      ${Object.keys(all).map((each) => html`<option value=${each} key=${each}>${each}</option>`)}</select><//>
+    ${chosen in own && html`<${Button} onClick=${remove}>Delete preset<//>`}
+    ${system.trim() && !chosen && html`<${Field} label="Save as preset"><input placeholder="Name" value=${name}
+        onInput=${({target}) => setName(target.value)} /><//>
+      <${Button} disabled=${!name.trim()} onClick=${save}>Save<//>`}</div>`;
+}
 
 function toolsProblem(tools) {
   try {
@@ -22,6 +50,7 @@ export function SettingsDialog({conversation, server, onChange, onClose}) {
     <${Field} label="System prompt"
       help="Instructions for the model before the first message. Also used for new conversations.">
       <textarea rows="3" value=${system} onInput=${({target}) => onChange({system: target.value})} /><//>
+    <${Presets} system=${system} onChange=${(text) => onChange({system: text})} />
     ${props?.chat_template?.includes('enable_thinking') && html`<${Field} label="Thinking"
       help="Whether the model reasons before it answers.">
       <select value=${thinking} onChange=${({target}) => onChange({thinking: target.value})}>

@@ -1,13 +1,16 @@
 // The Models tab: what is loaded, what else the server has, whether it would fit into memory; load and unload.
 import {events, request} from '../api.js';
 import {
-  Badge, Button, EmptyState, Notice, Progress, Table, html, stylesheet, toast, useCallback, useEffect, useRef,
-  useState,
+  Badge, Button, EmptyState, Notice, Progress, Table, confirmAction, html, lazy, stylesheet, toast, useCallback, useEffect,
+  useReducer, useRef, useState,
 } from '../components.js';
 import {bytes, count, percent, plural, short} from '../format.js';
 import {follow, whileVisible} from '../live/follow.js';
+import {downloads, fitText} from './downloads.js';
 
 await stylesheet(import.meta.url, 'models.css');
+
+const HubDialog = lazy(() => import('./hub_dialog.js').then((module) => module.HubDialog));
 
 const SILENCE = 40; // seconds: the stream of states has a comment every 15
 const CHANGING = ['downloading', 'loading', 'unloading'];
@@ -52,8 +55,7 @@ function Context({meta}) {
 function Memory({model}) {
   if (model.needs !== undefined) return bytes(model.needs);
   if (isHere(model) || model.fit === undefined) return '';
-  if (model.fit === 'yes') return 'fits';
-  return model.fit === '?' ? 'unknown' : model.fit.replace('with smaller -np -c', 'fits with fewer sequences');
+  return fitText(model.fit);
 }
 
 /** The models with their states: those of the page at first, then read again whenever a state has changed. */
@@ -89,6 +91,19 @@ function useModels(active, {models: known, props}) {
   return {...state, models, read};
 }
 
+/** What is being downloaded, or could not be. */
+function Downloads() {
+  const [, update] = useReducer((n) => n + 1, 0);
+  useEffect(() => downloads.subscribe(update), []);
+  return downloads.all.map(({model, completed, total, error}) => html`<div key=${model} class="card row download">
+    <strong>${model}</strong>
+    ${error ? html`<span class="grow field-error" role="alert">${error}</span>` : html`
+      <span class="grow"><${Progress} value=${total ? completed / total : undefined} label=${`Download of ${model}`} /></span>
+      <span class="number">${total ? `${bytes(completed)} of ${bytes(total)}` : 'asking the hub'}</span>`}
+    <${Button} label=${`${error ? 'Dismiss' : 'Cancel the download of'} ${model}`}
+      onClick=${() => downloads.cancel(model)}>${error ? 'Dismiss' : 'Cancel'}<//></div>`);
+}
+
 const Skeleton = () => html`<div class="page models" aria-busy="true"><p class="hidden-text" role="status">Reading the models</p>
   ${[0, 1, 2].map((i) => html`<div key=${i} class="card skeleton"></div>`)}</div>`;
 
@@ -103,7 +118,22 @@ export function Models({active, server}) {
       toast(failure.message, 'error');
     }
   };
+  const [isHubOpen, setHubOpen] = useState(false);
   const reload = () => read('?reload=true&fit=true');
+  const download = (model) => downloads.start(model, () => {
+    toast(`${model} is downloaded.`);
+    reload();
+  });
+  const erase = async (model) => {
+    const isFile = model.deletable === 'file';
+    const yes = await confirmAction({title: `Delete ${model.id}?`, message: isFile
+      ? `${model.path}${model.meta ? ` (${bytes(model.meta.size)})` : ''} is deleted on the server.`
+      : `Only the name is deleted; the file ${model.path} stays.`});
+    if (!yes) return;
+    await request('/api/delete', {method: 'DELETE', body: {model: model.id}})
+      .catch((failure) => toast(failure.message, 'error'));
+    await reload();
+  };
   if (!models) return error ? html`<${Notice} kind="error">${error.message}<//>` : html`<${Skeleton} />`;
   const columns = [
     {key: 'id', label: 'Model', render: (model) => html`<${Name} model=${model} />`},
@@ -112,26 +142,29 @@ export function Models({active, server}) {
     {key: 'context', label: 'At once', render: (model) => html`<${Context} meta=${model.meta} />`},
     ...(isRouter ? [
       {key: 'memory', label: 'Memory', render: (model) => html`<${Memory} model=${model} />`},
-      {key: 'action', label: 'Action', render: (model) => model.status.value !== 'unloading'
+      {key: 'action', label: 'Action', render: (model) => html`<div class="row">${model.status.value !== 'unloading'
         && (isHere(model) || model.status.value === 'loading'
           ? html`<${Button} label=${`Unload ${model.id}`} onClick=${() => change(model, 'unload')}>Unload<//>`
           : html`<${Button} label=${`Load ${model.id}`}
-              onClick=${() => change(model, 'load')}>${isFailed(model) ? 'Try again' : 'Load'}<//>`)},
+              onClick=${() => change(model, 'load')}>${isFailed(model) ? 'Try again' : 'Load'}<//>`)}
+        ${model.deletable && html`<${Button} kind="quiet" icon="trash" label=${`Delete ${model.id}`} onClick=${() => erase(model)} />`}</div>`},
     ] : []),
   ];
   return html`<div class="page models stack">
     ${error && html`<${Notice} kind="error">${error.message}<//>`}
     ${isRouter ? html`<div class="row"><p class="intro grow">A model is loaded on its first request; if there is no
         room, the least recently used idle model is unloaded. ${free !== null && html`${bytes(free)} of memory is free.`}</p>
-        <${Button} onClick=${reload}>Rescan folder<//></div>`
+        <${Button} onClick=${() => setHubOpen(true)}>Download a model<//>
+        <${Button} onClick=${reload}>Rescan folder<//></div>
+        <${Downloads} />
+        ${isHubOpen && html`<${HubDialog} onDownload=${download} onClose=${() => setHubOpen(false)} />`}`
       : html`<${Notice}>This server has one model. To serve several, start it with a folder of GGUF files: ${' '}
         <code>cppbatch serve --models-dir DIR</code><//>`}
     ${server.info.props?.chat_forms && html`<p class="small muted">Tool calls: <code>${
       server.info.props.chat_forms.tool_calls}</code>${server.info.props.chat_forms.tools_described_by === 'message'
       && ' (the chat template does not render tools, so a message describes them)'}${server.info.props.chat_forms.thoughts
       && html`. Thoughts: <code>${server.info.props.chat_forms.thoughts}</code>`}</p>`}
-    ${models.length === 0 ? html`<${EmptyState} title="No models">Put GGUF files into the --models-dir folder, then
-        rescan it.<//>`
+    ${models.length === 0 ? html`<${EmptyState} title="No models">Download a model, or put GGUF files into the --models-dir folder and rescan it.<//>`
       : html`<${Table} caption="Models of this server" columns=${columns} rows=${models} rowKey=${(model) => model.id} />`}
   </div>`;
 }
