@@ -41,9 +41,7 @@ def pdf_text(data: bytes) -> str:
         raise UnreadableFile(f"needs more than {_MEMORY_BYTES >> 30} GiB of memory to read; split it")
     text = child.stdout.decode()
     if not text.strip():
-        raise UnreadableFile(
-            "contains no text, perhaps because its pages are images; run text recognition (OCR) first"
-        )
+        raise UnreadableFile("contains no text, perhaps because its pages are images; run text recognition (OCR) first")
     return text
 
 
