@@ -1,4 +1,4 @@
-"""PDF files for tests, written as bytes: pages of text, pages without text, and a stream that unpacks to a thousand times its size."""
+"""PDF files for tests, written as bytes: pages of text, pages without text, a stream that unpacks to far more."""
 
 from __future__ import annotations
 

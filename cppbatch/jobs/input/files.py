@@ -55,7 +55,7 @@ class FileSet:
         except (OSError, ValueError) as error:
             raise unreadable_file(self.path, error) from None
         except zipfile.BadZipFile as error:
-            raise ConfigError(f"{self.path}: cannot be read as a zip file: {error}") from None
+            raise ConfigError(f"{self.path}: is not a valid zip file: {error}") from None
         size = sum(each.file_size for each in found.infolist())
         if size > _MAX_ZIP_BYTES or len(found.infolist()) > _MAX_FILES:
             found.close()

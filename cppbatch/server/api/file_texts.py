@@ -69,12 +69,15 @@ def _read(body: FileTextsRequest) -> FileTexts:
     try:
         if body.data.startswith(PDF_HEADER):
             return FileTexts(files=[FileText(file=body.name, text=pdf_text(body.data))], skipped=[])
-        if not body.name.lower().endswith(".zip"):
-            raise InvalidRequest("data", "is neither a PDF nor a zip file")
-        return _read_zip(body)
-    except (UnreadableFile, ConfigError) as error:
-        reason = str(error).removeprefix(f"{Path(body.name)}: ")
-        return FileTexts(files=[], skipped=[SkippedFile(file=body.name, reason=reason)])
+        if body.name.lower().endswith(".zip"):
+            return _read_zip(body)
+    except UnreadableFile as error:
+        reason = str(error)
+    except ConfigError as error:  # without pypdf, or of the zip file as a whole
+        reason = f"cannot be read: {str(error).removeprefix(f'{Path(body.name)}: ')}"
+    else:
+        raise InvalidRequest("data", "is neither a PDF nor a zip file")
+    return FileTexts(files=[], skipped=[SkippedFile(file=body.name, reason=reason)])
 
 
 def _read_zip(body: FileTextsRequest) -> FileTexts:
