@@ -44,6 +44,10 @@ class InputChanged(ConfigError):
     """The input file of a batch has changed since its upload."""
 
 
+class UnreadableFile(CppBatchError):
+    """A file has no text that can be read: the predicate of a sentence about it, with a remedy."""
+
+
 class NotJsonLines(ConfigError):
     """An input file is one JSON value instead of one in each line. `reason`: the message without the path."""
 

@@ -12,6 +12,7 @@ _PACKAGES = {
     "matplotlib": ("matplotlib", "plot"),
     "prompt_toolkit": ("prompt-toolkit", "chat"),
     "pyarrow": ("pyarrow", "parquet"),
+    "pypdf": ("pypdf", "pdf"),
     "soundfile": ("soundfile", "media"),
     "soxr": ("soxr", "media"),
 }

@@ -37,20 +37,23 @@ if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
     from cppbatch.jobs.file_job import FileJob
     from cppbatch.jobs.input.format import Endpoint
+    from cppbatch.jobs.journal import Journal
     from cppbatch.models.attention_times import RequestSizes
     from cppbatch.server.api.batches.offline import OfflineJob
 
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
 _LINE_INTERVAL_S = 60.0
+_SIZED_FILES = 16  # read to estimate the sizes of a job: reading a PDF takes a second
 _FAILURES_READ = 1000  # searched for the first failed line: failures are recorded in the order in which they occur
 
 _JOB_OPTIONS: list[Option] = [
-    click.argument("input_file", metavar="INPUT", type=click.Path(path_type=Path)),
+    click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path(path_type=Path)),
     click.option(
         "-o", "--output", required=True, metavar="OUT", type=click.Path(path_type=Path),
         help="File for the results: JSON Lines, or a .csv, .tsv or .parquet file with the input columns plus the "
-        "answers. Progress is stored next to it: for out.jsonl, in out.jsonl.job. - writes to standard output.",
+        "answers. If each file is a prompt, a name without extension is a folder for the answers. Progress is stored "
+        "next to it: for out.jsonl, in out.jsonl.job. - writes to standard output.",
     ),
     click.option(
         "--errors", metavar="FILE", type=click.Path(path_type=Path), default=None,
@@ -62,7 +65,7 @@ _JOB_OPTIONS: list[Option] = [
     click.option(
         "--template", metavar="TEXT", default=None,
         help='Template that builds a prompt from the columns of each row, such as "Classify: {text}". In text files, '
-        '{prompt} is the line.',
+        '{prompt} is the line; for prompts that are files, {text} is the text and {file} the name.',
     ),
     click.option(
         "--id-column", metavar="NAME", default=None,
@@ -98,7 +101,7 @@ def job_options(command: Command) -> Command:
     @wraps(command)
     def with_job(
         *,
-        input_file: Path,
+        inputs: tuple[Path, ...],
         output: Path,
         errors: Path | None,
         params: dict[str, Any],
@@ -107,6 +110,7 @@ def job_options(command: Command) -> Command:
         **arguments: Any,
     ) -> Any:
         from cppbatch.jobs.file_job import FileJob, is_table, named
+        from cppbatch.jobs.input.files import are_prompts, find_inputs
         from cppbatch.jobs.input.format import detect_input_format
         from cppbatch.regular_files import is_stream
 
@@ -123,16 +127,20 @@ def job_options(command: Command) -> Command:
         if "compact_json" not in params:
             params, assumed = {"compact_json": True} | params, assumed | {"compact_json"}
         SamplingParams(**params)  # raises for wrong values before a model is downloaded
+        source, files = find_inputs(inputs, _say) if are_prompts(inputs) else (inputs[0], None)
         input_format = detect_input_format(
-            input_file,
+            source,
             column=arguments.pop("column"),
             endpoint=endpoint or "completions",
             system=system,
             template=arguments.pop("template"),
             id_column=arguments.pop("id_column"),
             only_prompts=is_table(output),
+            files=files,
+            whole_folder=len(inputs) == 1 and inputs[0].is_dir(),
         )
-        stem, suffix = (output.name, ".jsonl") if is_table(output) else (output.stem, output.suffix or ".jsonl")
+        has_suffix = output.suffix and not (is_table(output) or output.is_dir())
+        stem, suffix = (output.stem, output.suffix) if has_suffix else (output.name, ".jsonl")
         beside_output = output if is_stream(output) else output.with_name(f"{stem}.errors{suffix}")
         job = FileJob(
             input_format=input_format,
@@ -160,7 +168,110 @@ def _job_sizes(arguments: Mapping[str, Any], config: EngineConfig) -> RequestSiz
         return None  # the tokens of images and audio do not follow from their bytes
     job: FileJob = arguments["job"]
     with InputReader(job.input_format, URLS) as reader:
-        return estimate_sizes(reader, job.defaults)
+        if not (files := job.input_format.files):
+            return estimate_sizes(reader, job.defaults)
+        sizes = estimate_sizes(islice(reader, _SIZED_FILES), job.defaults)
+    return sizes and type(sizes)(*(each * max(1, len(files) / _SIZED_FILES) for each in sizes))
+
+
+def unless_finished(command: Command) -> Command:
+    """For a job that has a result for each line, only says so, before anything is planned or loaded.
+
+    The command gets a `job` with its endpoint and with the settings of its results so far, and `has_prompts`: whether
+    its first line is a plain prompt.
+    """
+
+    @wraps(command)
+    def with_unfinished(
+        *,
+        config: EngineConfig,
+        job: FileJob,
+        is_endpoint_given: bool,
+        overwrite: bool,
+        retry_failed: bool,
+        **arguments: Any,
+    ) -> Any:
+        from cppbatch.jobs.file_job import as_begun, begun_with
+        from cppbatch.jobs.input.reader import InputReader
+        from cppbatch.jobs.job_request import JobRequest
+        from cppbatch.server.api.batches.handler import URLS
+
+        scaled = {name: [(Path(path).name, scale) for path, scale in getattr(config, name)] for name in SCALED_FILES}
+        given = {**config.model_changes, **{name: files for name, files in scaled.items() if files}}
+        changes = msgspec.json.decode(msgspec.json.encode(given))  # as a ledger has them
+        job = msgspec.structs.replace(job, model_changes=changes)
+        with InputReader(job.input_format, URLS) as reader:
+            first = reader.first()  # before anything is written
+        has_prompts = isinstance(first, JobRequest) and first.is_plain
+        begun, lines = {} if overwrite else begun_with(job), []
+        if not is_endpoint_given:
+            if endpoint := begun.get("endpoint"):  # even if the model has since been removed
+                lines.append(f"the job was started with --endpoint {endpoint} and continues with it")
+            is_chat = not endpoint and are_chats(config, job.chat_template, None, says=has_prompts)
+            form = msgspec.structs.replace(
+                job.input_format, endpoint=endpoint or ("chat" if is_chat else "completions")
+            )
+            job = msgspec.structs.replace(job, input_format=form)
+        job = job if overwrite else as_begun(job, say=lines.append)
+        if begun and _is_finished(job, config.model_path, retry_failed=retry_failed):
+            return None
+        for line in lines:
+            _say(line)
+        return command(
+            config=config, job=job, has_prompts=has_prompts, overwrite=overwrite, retry_failed=retry_failed, **arguments
+        )
+
+    return with_unfinished
+
+
+def _is_finished(job: FileJob, model: str, *, retry_failed: bool) -> bool:
+    """Whether each line has a result already. Then says so, and writes the table again."""
+    from cppbatch.jobs.file_job import open_job
+    from cppbatch.jobs.input.reader import InputReader
+    from cppbatch.jobs.job_runner import chunks
+    from cppbatch.jobs.result_table import input_stamp
+    from cppbatch.server.api.batches.handler import URLS
+
+    stamp = input_stamp(job.input_format)
+    with InputReader(job.input_format, URLS) as reader:
+        journal = open_job(job, model, say=lambda _line: None)
+        try:
+            is_open = (retry_failed and journal.n_failed) or any(journal.register(chunk) for chunk in chunks(reader))
+        finally:
+            journal.close()
+    if is_open:
+        return False
+    _write_output(job, stamp)
+    n_lines, noun = journal.n_completed + journal.n_failed, "file" if job.input_format.files else "line"
+    failed = f", of which {journal.n_failed} failed (--retry-failed runs them again)" if journal.n_failed else ""
+    _say(f"finished already: {n_lines} {noun}{'s' * (n_lines != 1)}{failed}")
+    _say_results(job, journal, is_done=True)
+    return True
+
+
+def _write_output(job: FileJob, stamp: tuple[int, int, int] | None) -> None:
+    """Writes the table or the folder of a job whose lines all have results."""
+    from cppbatch.jobs.result_table import write_answers, write_table
+
+    if job.is_folder:
+        write_answers(job.input_format, job.results, job.errors, job.output)
+    elif job.is_written_at_end:
+        schema = job.defaults.get("json_schema")
+        decoded = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        write_table(job.input_format, job.results, job.errors, job.output, stamp, schema=decoded)
+
+
+def _say_results(job: FileJob, journal: Journal, *, is_done: bool) -> None:
+    """Where the results are. Ends the process with code 1 if lines of a finished job have failed."""
+    if journal.n_failed and job.errors != job.output and (reason := first_failure(job.errors)):
+        _say(f"first failure: {reason}")
+    if is_done and not journal.n_completed + journal.n_failed:
+        _say(f"{job.input_format.path} contains no lines to answer")
+    if not job.is_stream:
+        results = job.output if is_done else job.results
+        _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
+    if is_done and journal.n_failed:
+        sys.exit(1)
 
 
 _COMMON = (
@@ -174,13 +285,14 @@ _COMMON = (
 @job_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @partial(engine_options, without=("max_wait_ms",))
+@unless_finished
 @partial(profile_and_memory_options, sizes_of=_job_sizes)
 def batch(
     *,
     config: EngineConfig,
     deployment: Deployment,
     job: FileJob,
-    is_endpoint_given: bool,
+    has_prompts: bool,
     overwrite: bool,
     retry_failed: bool,
     allowed_media_domains: tuple[str, ...],
@@ -189,35 +301,22 @@ def batch(
     """Run every line of a file. The same command resumes an interrupted job.
 
     INPUT is in OpenAI's batch format (JSON Lines), or contains plain prompts: JSON Lines such as {"prompt": "..."},
-    .txt with one prompt per line, .csv, .parquet. After Ctrl-C, a crash or a power loss, run the same command again:
-    every line is answered exactly once. The exit code is 1 if any lines failed.
+    .txt with one prompt per line, .csv, .parquet. Of a folder, a zip file or several files, each file is one prompt, as
+    is a PDF. After Ctrl-C, a crash or a power loss, run the same command again: every line is answered exactly once.
+    The exit code is 1 if any lines failed.
     """
-    from cppbatch.jobs.file_job import as_begun, begun_with, open_job
+    from cppbatch.jobs.file_job import open_job
     from cppbatch.jobs.input.reader import InputReader
-    from cppbatch.jobs.job_request import JobRequest
-    from cppbatch.jobs.result_table import input_stamp, write_table
+    from cppbatch.jobs.result_table import input_stamp
     from cppbatch.server.api.batches.handler import URLS
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
-    scaled = {name: [(Path(path).name, scale) for path, scale in getattr(config, name)] for name in SCALED_FILES}
-    given = {**config.model_changes, **{name: files for name, files in scaled.items() if files}}
-    changes = msgspec.json.decode(msgspec.json.encode(given))  # as a ledger has them
-    job, stamp = msgspec.structs.replace(job, model_changes=changes), input_stamp(job.input_format.path)
-    with InputReader(job.input_format, URLS) as reader:
-        first = reader.first()  # before anything is written
-    has_prompts = isinstance(first, JobRequest) and first.is_plain
-    if not is_endpoint_given:
-        if begun := None if overwrite else begun_with(job).get("endpoint"):  # even if the model has since been removed
-            _say(f"the job was started with --endpoint {begun} and continues with it")
-        is_chat = not begun and are_chats(config, job.chat_template, None, says=has_prompts)
-        endpoint = begun or ("chat" if is_chat else "completions")
-        job = msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, endpoint=endpoint))
+    stamp = input_stamp(job.input_format)
     settings = ServerSettings(
         chat_template=job.chat_template, allowed_media_domains=allowed_media_domains, media_path=media_path
     )
     with InputReader(job.input_format, URLS) as reader:
-        job = job if overwrite else as_begun(job, say=_say)
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)
         if job.plain_max_tokens and has_prompts:
             _say(
@@ -233,21 +332,13 @@ def batch(
                 )
         finally:
             journal.close()
-            if is_done and job.is_table:
-                write_table(job.input_format, job.results, job.errors, job.output, stamp)
+            if is_done:
+                _write_output(job, stamp)
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
-            if journal.n_failed and job.errors != job.output and (reason := first_failure(job.errors)):
-                _say(f"first failure: {reason}")
-            if is_done and not journal.n_completed + journal.n_failed:
-                _say(f"{job.input_format.path} contains no lines to answer")
-            if not job.is_stream:
-                results = job.output if is_done else job.results
-                _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
+            _say_results(job, journal, is_done=is_done)
     if not is_done:
         _say("stopped before the end" + ("" if job.is_stream else "; run the same command to resume"))
         raise click.Abort
-    if journal.n_failed:
-        sys.exit(1)
 
 
 def first_failure(errors: Path) -> str:

@@ -21,6 +21,7 @@ from cppbatch.regular_files import is_model, is_same_file, is_special, is_stream
 
 _SETTINGS_NOTE = "settings"
 _MODEL_NOTE = "weights"
+_FILES_NOTE = "files"
 _TABLES = (".csv", ".tsv", ".parquet", ".pq")
 _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".txt", ".md")
 
@@ -58,6 +59,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         for (one, path), (other, other_path) in combinations({"the input": self.input_format.path, **files}.items(), 2):
             if is_same_file(path, other_path) and not is_stream(path):
                 raise ConfigError(f"{one} and {other} are the same file, {path}; give another name")
+        self._check_folders()
         if self.output.suffix.lower() in _OTHER_FORMATS:
             better = self.output.with_suffix(".jsonl")
             raise ConfigError(
@@ -67,6 +69,19 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         if self.output.suffix.lower() in (".parquet", ".pq"):
             import_pyarrow()  # raises before anything runs
 
+    def _check_folders(self) -> None:
+        """Raises `ConfigError` if the job would write files among those that it reads."""
+        if self.input_format.kind != "files":
+            return
+        source, folder = self.input_format.path, Path(os.path.realpath(self.input_format.path))
+        inputs = {folder / name for name in self.input_format.files}
+        for name, path in {"-o": self.output, "--errors": self.errors}.items():
+            real = Path(os.path.realpath(path))
+            if real in inputs or (self.is_folder and real in folder.parents):
+                raise ConfigError(f"{name} is {path}, which has an input of the job; give another name")
+            if self.input_format.whole_folder and real.is_relative_to(folder):
+                raise ConfigError(f"{name} is {path}, which is in the input folder {source}; give a name outside it")
+
     def _files(self) -> dict[str, Path]:
         """The files that the job writes or deletes, by their names in messages."""
         files = {"-o": self.output, "--errors": self.errors}
@@ -75,7 +90,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
             files["the file of uncommitted results"] = uncommitted_path(self.results)
         if not is_stream(self.errors):
             files["the file of uncommitted errors"] = uncommitted_path(self.errors)
-        if self.is_table:
+        if self.is_written_at_end:
             files |= {
                 "the results before the table": self.results,
                 "the unfinished table": beside(self.output, ".part"),
@@ -90,26 +105,34 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
             if error.errno in unusable:
                 text = f"{name}: the name {path.name} {unusable[error.errno]}; give another name"
                 raise ConfigError(text) from None
-        may_stream = name in ("-o", "--errors") and not self.is_table
+        may_stream = name in ("-o", "--errors") and not self.is_written_at_end
         if is_special(path) and not (may_stream and is_stream(path)):
             raise ConfigError(f"{name} is {path}, which is not a regular file: give another name")
         if is_model(path):
             raise ConfigError(f"{name} is {path}, a model file, which is never overwritten: give another name")
 
     @property
-    def is_table(self) -> bool:
-        """Whether the output is a CSV or Parquet file."""
-        return is_table(self.output)
+    def is_folder(self) -> bool:
+        """Whether the output is a folder with an answer for each file: it has no extension, or is one already."""
+        if self.input_format.kind != "files" or is_stream(self.output) or is_special(self.output):
+            return False
+        return self.output.is_dir() or not (self.output.suffix or self.output.exists())
+
+    @property
+    def is_written_at_end(self) -> bool:
+        """Whether the output is a CSV or Parquet file, or a folder: it is made of the results when all are there."""
+        return is_table(self.output) or self.is_folder
 
     @property
     def is_stream(self) -> bool:
         """Whether the results are written to a pipe, a device or standard output. Such a job cannot be resumed."""
-        return not self.is_table and is_stream(self.output)
+        return not self.is_written_at_end and is_stream(self.output)
 
     @property
     def results(self) -> Path:
-        """The JSON Lines file to which results are written as they arrive; the output itself unless it is a table."""
-        return beside(self.output, ".jsonl") if self.is_table else self.output
+        """The JSON Lines file to which results are written as they arrive; the output itself unless it is written at
+        the end."""
+        return beside(self.output, ".jsonl") if self.is_written_at_end else self.output
 
     @property
     def ledger(self) -> Path:
@@ -160,7 +183,7 @@ def open_job(
     """
     if overwrite:
         _check_input(job)
-        _remove(job, job.output, job.results, job.errors)
+        _remove(job, *(() if job.is_folder else (job.output,)), job.results, job.errors)
     elif job.ledger.exists() and not job.results.exists():
         say(f"{job.results} is missing: starting over")
         _remove(job, *_previous_error_files(job))
@@ -169,6 +192,8 @@ def open_job(
     ledger = Ledger(job.ledger)
     try:
         _check_settings(job, model, ledger)
+        if job.input_format.kind == "files":
+            ledger.set_note(_FILES_NOTE, {"names": job.input_format.files})
         if ledger.n_completed or ledger.n_failed:
             say(f"resuming: {ledger.n_completed} lines are done, {ledger.n_failed} have failed")
         if retry_failed and ledger.n_failed:
@@ -194,20 +219,30 @@ def _reopen_failed(job: FileJob, ledger: Ledger) -> None:
         raise storage_error(job.errors, error) from error
 
 
-def begun_with(job: FileJob) -> Json:
-    """The settings of the results so far; empty if there are none."""
+def begun_with(job: FileJob, note: str = _SETTINGS_NOTE) -> Json:
+    """The settings of the results so far, or another note of their ledger; empty if there are none."""
     if not (job.ledger.exists() and job.results.exists()):
         return {}
     ledger = Ledger(job.ledger)
     try:
-        return (ledger.note(_SETTINGS_NOTE) if ledger.n_completed or ledger.n_failed else None) or {}
+        return (ledger.note(note) if ledger.n_completed or ledger.n_failed else None) or {}
     finally:
         ledger.close()
 
 
 def named(job: FileJob, *, overwrite: bool, say: Callable[[str], None]) -> FileJob:
     """The job with results that are named by line if the column `id` of its input cannot name them, unless its results
-    so far are named by it. Raises `ConfigError` if the input cannot be read."""
+    so far are named by it; of files, those without a result come after the others. Raises `ConfigError` if the input
+    cannot be read."""
+    if job.input_format.kind == "files":
+        known = [] if overwrite else begun_with(job, _FILES_NOTE).get("names", [])
+        if known and set(known).isdisjoint(job.input_format.files):
+            raise ConfigError(
+                f"{job.output} was started with other files than {job.input_format.path} has: choose another -o, or "
+                "use --overwrite"
+            )
+        names = tuple(dict.fromkeys([*known, *job.input_format.files]))
+        return msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, files=names))
     if begun := {} if overwrite else begun_with(job):
         by_line = begun.get("ids") == "line"
     else:
@@ -248,6 +283,8 @@ def _previous_error_files(job: FileJob) -> list[Path]:
 def _check_input(job: FileJob) -> None:
     """Raises `ConfigError` if the input cannot be opened, before any results are deleted."""
     path = job.input_format.path
+    if path.is_dir():  # it was listed just before
+        return
     try:
         path.open("rb").close()
     except (OSError, ValueError) as error:  # ValueError: an invalid path, for example with a null byte
@@ -277,6 +314,8 @@ def _remove(job: FileJob, *files: Path) -> None:
 
 def _reject_existing_files(job: FileJob) -> None:
     for path in dict.fromkeys((job.output, job.results, job.errors)):
+        if job.is_folder and path == job.output and path.exists() and not any(path.iterdir()):
+            continue
         if not is_stream(path) and path.exists() and (not path.is_file() or path.stat().st_size):
             if job.is_stream:
                 raise ConfigError(f"{path} already exists: choose another --errors, or use --overwrite")

@@ -1,4 +1,5 @@
 """The results of a finished job as a table: the rows of the input in order, with the answers as additional columns.
+Or as a folder: a file with the answer to each file of the input.
 
 While the job runs, its results are JSON lines in another file, as for every job. The table is created from them at the
 end, so it is either complete or does not exist.
@@ -11,7 +12,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import msgspec
@@ -28,6 +29,8 @@ _TEXT_COLUMNS = ("answer", "reasoning_content", "tool_calls", "logprobs", "finis
 _OPTIONAL = frozenset(("reasoning_content", "tool_calls", "logprobs", "embedding", "embeddings"))
 """Columns that are only in the table if a result has them."""
 _COUNTS = ("prompt_tokens", "completion_tokens")
+_TEXT_FILES = (".txt", ".text", ".md")
+"""Extensions that an answer keeps; the answer to another file has .txt in addition."""
 
 Row = tuple[int, list[Any]]
 """The number of a line of the input, and the values of its columns."""
@@ -37,30 +40,40 @@ Rows = tuple[list[int], list[Column]]
 """The numbers of some lines of the input, and their columns."""
 
 
-def input_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the input does; None if it cannot be opened, which its reader reports."""
+def input_stamp(input_format: InputFormat) -> tuple[int, int, int] | None:
+    """Changes when the input does; None if it cannot be opened, which its reader reports, and for files, whose results
+    belong to them by name."""
+    if input_format.kind == "files":
+        return None
     try:
-        found = path.stat()
+        found = input_format.path.stat()
     except (OSError, ValueError):
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def write_table(
-    input_format: InputFormat, results: Path, errors: Path, output: Path, stamp: tuple[int, int, int] | None
+    input_format: InputFormat,
+    results: Path,
+    errors: Path,
+    output: Path,
+    stamp: tuple[int, int, int] | None,
+    *,
+    schema: object = None,
 ) -> None:
     """Writes `output`, a CSV or Parquet file, from the input and its results, replacing an existing file.
 
-    `stamp`: `input_stamp` before the lines were read. Raises `ConfigError` if the input has changed since, cannot be
+    `stamp`: `input_stamp` before the lines were read. `schema`: the JSON schema of the answers, whose properties become
+    columns. Raises `ConfigError` if the input has changed since, cannot be
     read, or has values that the table cannot hold; `StorageError`.
     """
-    if stamp != input_stamp(input_format.path):  # results belong to lines by number
+    if stamp != input_stamp(input_format):  # results belong to lines by number
         raise ConfigError(
             f"{input_format.path} has changed while its lines were answered, so {output} was not written: the results "
             f"are in {results}. Run the same command again; it checks that answered lines are the same"
         )
     try:
-        _write(input_format, results, errors, output)
+        _write(input_format, _Results(_existing(results, errors), schema), output)
     except (ArithmeticError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{output} cannot hold the columns of {input_format.path} ({type(error).__name__}: {error}): the results "
@@ -68,14 +81,39 @@ def write_table(
         ) from error
 
 
-def _write(input_format: InputFormat, results: Path, errors: Path, output: Path) -> None:
-    found = _Results([path for path in (results, errors) if path.exists()])
+def write_answers(input_format: InputFormat, results: Path, errors: Path, folder: Path) -> None:
+    """Writes the answer to each file of the input to a file of the same name below `folder`, replacing existing files.
+
+    Raises `StorageError`.
+    """
+    found = _Results(_existing(results, errors))
+    try:
+        for line, name in enumerate(input_format.files, start=1):
+            if (answer := found.values(line)[0]) is None:
+                continue
+            is_text = PurePosixPath(name).suffix.lower() in _TEXT_FILES
+            path = folder / (name if is_text else f"{name}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.part")
+            part.write_bytes(field_text(answer).encode(errors="replace"))
+            move_into_place(part, path)
+    except OSError as error:
+        raise storage_error(folder, error) from error
+    finally:
+        found.close()
+
+
+def _existing(*paths: Path) -> list[Path]:
+    return [path for path in paths if path.exists()]
+
+
+def _write(input_format: InputFormat, found: _Results, output: Path) -> None:
     source = _open_input(input_format)
     part = Path(os.path.realpath(output)).with_name(f"{output.name}.part")
     try:
         answers = _answer_columns(source.columns, found.columns)
         make = _CsvTable if output.suffix.lower() in (".csv", ".tsv") else _ParquetTable
-        table = make(part, source, dict(zip(answers, found.columns, strict=True)))
+        table = make(part, source, dict(zip(answers, found.columns, strict=True)), found.properties)
         try:
             for lines, columns in source.rows():
                 table.write([*columns, *_columns([found.values(line) for line in lines])])
@@ -103,7 +141,8 @@ def _answer_columns(columns: Sequence[str], answers: Sequence[str]) -> list[str]
 class _Results:
     """The results and errors of a job by line number, in constant memory per line."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], schema: object = None) -> None:
+        self._schema = schema
         self._files = [path.open("rb") for path in paths]
         seen: set[str] = set()
         lines, places = array("q"), array("q")  # file * 2 ** 56 + offset
@@ -123,7 +162,11 @@ class _Results:
         counts: tuple[str, ...] = _COUNTS
         if vectors := seen & {"embedding", "embeddings"}:
             texts, counts = [max(vectors)], ("prompt_tokens",)
-        self.columns = (*texts, *counts, "error")
+        columns = (*texts, *counts, "error")
+        properties: Json = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        self.properties = {name: each for name, each in properties.items() if name not in columns}
+        """The schemas of the properties of the answers that are columns."""
+        self.columns = (*texts[:1], *self.properties, *texts[1:], *counts, "error")
 
     def values(self, line: int) -> list[Any]:
         """The values of `columns` for a line of the input."""
@@ -138,7 +181,19 @@ class _Results:
             fields["finish_reason"] = result["choices"][0]["finish_reason"]
         if "embedding" in result:
             fields["embeddings"] = [result["embedding"]]
+        if self._schema is not None and isinstance(answer := fields["answer"], str):
+            fields |= self._parts(answer)
         return [fields.get(name) for name in self.columns]
+
+    def _parts(self, answer: str) -> Json:
+        """The columns of an answer in JSON: a text as it is, and the properties of an object."""
+        try:
+            value = msgspec.json.decode(answer)
+        except msgspec.DecodeError:  # it was cut off at its maximum of tokens
+            return {}
+        if isinstance(value, dict):
+            return {name: value.get(name) for name in self.properties}
+        return {"answer": value} if isinstance(value, str) else {}
 
     def _result(self, line: int) -> Json:
         place = int(np.searchsorted(self._lines, line, side="right")) - 1  # the last result, if the line was retried
@@ -186,8 +241,8 @@ def _in_columns(rows: Iterator[Row]) -> Iterator[Rows]:
 
 
 def _open_input(input_format: InputFormat) -> _Input:
-    kinds: dict[str, type[_CsvRows] | type[_ParquetRows] | type[_JsonRows] | type[_TextRows]] = {
-        "csv": _CsvRows, "parquet": _ParquetRows, "jsonl": _JsonRows, "txt": _TextRows,
+    kinds: dict[str, type[_CsvRows] | type[_ParquetRows] | type[_JsonRows] | type[_TextRows] | type[_FileRows]] = {
+        "csv": _CsvRows, "parquet": _ParquetRows, "jsonl": _JsonRows, "txt": _TextRows, "files": _FileRows,
     }  # fmt: skip
     return kinds[input_format.kind](input_format)
 
@@ -273,13 +328,29 @@ class _TextRows:
         self._lines.close()
 
 
+class _FileRows:
+    """Files that are prompts."""
+
+    columns: list[str]
+
+    def __init__(self, input_format: InputFormat) -> None:
+        self._names = input_format.files
+        self.columns = ["file"]
+
+    def rows(self) -> Iterator[Rows]:
+        return _in_columns((line, [name]) for line, name in enumerate(self._names, start=1))
+
+    def close(self) -> None:
+        pass
+
+
 # --- the output -----------------------------------------------------------------------------------------------------
 
 
 class _CsvTable:
     """Delimited by commas in `.csv`, by tabs in `.tsv`."""
 
-    def __init__(self, path: Path, source: _Input, answers: dict[str, str]) -> None:
+    def __init__(self, path: Path, source: _Input, answers: dict[str, str], _properties: Json) -> None:
         self._file = path.open("w", encoding="utf-8", newline="")
         is_tsv = path.name.lower().endswith(".tsv.part")
         form: dict[str, Any] = {"delimiter": "\t" if is_tsv else ",", "lineterminator": "\n"}
@@ -312,9 +383,9 @@ def _valid_text(text: str) -> str:
 
 
 class _ParquetTable:
-    """Columns of a Parquet input keep their types; others are text."""
+    """Columns of a Parquet input keep their types, and properties of a schema have theirs; others are text."""
 
-    def __init__(self, path: Path, source: _Input, answers: dict[str, str]) -> None:
+    def __init__(self, path: Path, source: _Input, answers: dict[str, str], properties: Json) -> None:
         self._arrow, parquet = import_pyarrow()
         arrow = self._arrow
         if isinstance(source, _ParquetRows):
@@ -322,6 +393,9 @@ class _ParquetTable:
         else:
             fields = [(name, arrow.string()) for name in source.columns]
         kinds = {name: arrow.int64() for name in _COUNTS} | {"embedding": arrow.list_(arrow.float32())}
+        typed = {"integer": arrow.int64(), "number": arrow.float64(), "boolean": arrow.bool_()}
+        of_schema = {name: each.get("type") for name, each in properties.items() if isinstance(each, dict)}
+        kinds |= {name: typed[kind] for name, kind in of_schema.items() if isinstance(kind, str) and kind in typed}
         fields += [(name, kinds.get(answer, arrow.string())) for name, answer in answers.items()]
         self._schema = arrow.schema(fields)
         self._writer = parquet.ParquetWriter(path, self._schema)

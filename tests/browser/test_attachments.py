@@ -17,6 +17,7 @@ from playwright.sync_api import Locator, Page, Route, expect
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
 from tests.browser.test_chat import CHAT, answer_with, ask, exported, messages, send
 from tests.support import tiny_models, tiny_projectors
+from tests.support.pdf_files import pdf, scanned_pdf
 from tests.support.server_process import ServerProcess
 
 
@@ -135,6 +136,33 @@ def test_a_text_file_is_a_chip_with_its_tokens_and_is_sent_in_a_fence_with_its_n
     expect(messages(chat, "user").locator(".chip")).to_have_count(2)
 
 
+def test_a_pdf_of_20_pages_is_a_chip_with_its_tokens_and_is_sent_as_its_text(chat: Page) -> None:
+    answer_with(chat, "A report.")
+    data = pdf([f"Page {i} of the report" for i in range(1, 21)])
+    choose(chat, file("report.pdf", "application/pdf", data))
+    expect(attached(chat)).to_contain_text(re.compile(r"report\.pdf 1\d\d tokens"))
+    expect(chat.locator(".context-meter")).to_contain_text(re.compile(r"^\s*1\d\d of"))
+    content = sent_content(chat, "What is this?")
+    assert content.startswith("report.pdf:\n```pdf\nPage 1 of the report\n\nPage 2 of the report\n")
+    assert content.endswith("Page 20 of the report\n```\n\nWhat is this?")
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (
+            scanned_pdf(1),
+            "it contains no text, perhaps because its pages are images; run text recognition (OCR) first.",
+        ),
+        (b"%PDF-1.4 damaged", "it is not a valid PDF: "),
+    ],
+)
+def test_a_pdf_without_a_text_is_not_attached(chat: Page, data: bytes, why: str) -> None:
+    choose(chat, file("report.pdf", "application/pdf", data))
+    expect(chat.get_by_text(f"report.pdf was not attached: {why}")).to_be_visible()
+    expect(attached(chat)).to_have_count(0)
+
+
 def test_a_file_that_is_dropped_beside_the_field_is_attached_and_does_not_replace_the_page(chat: Page) -> None:
     drop = """([tab, selector]) => {
       const transfer = new DataTransfer()
@@ -212,7 +240,7 @@ def test_an_image_is_pasted_or_dropped(chat: Page, kind: str) -> None:
     expect(chat.locator(".composer").get_by_role("img", name="shot.png")).to_be_visible()
     chat.evaluate(GIVE, ["notes.pdf", "application/pdf", "AAAA", kind])
     expect(chat.locator(".toasts")).to_have_text(
-        "notes.pdf was not attached: it is neither UTF-8 text nor an image nor a WAV, MP3 or FLAC file."
+        "notes.pdf was not attached: it is neither UTF-8 text nor a PDF nor an image nor a WAV, MP3 or FLAC file."
     )
 
 

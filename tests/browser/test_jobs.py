@@ -577,6 +577,7 @@ def test_several_dropped_files_are_checked_and_started_one_after_the_other(page:
     open_tab(page, url, "jobs")
     drop(page, {"one.txt": "Say A\nSay B\n", "two.txt": "Say C\n", "three.txt": "Say D\n"})
     form = page.get_by_role("region", name="New job")
+    form.get_by_role("button", name="Read each line as a prompt").click()
     expect(form.get_by_role("heading")).to_have_text("one.txt")
     expect(form).to_contain_text("2 more files to check: two.txt, three.txt")
     form.get_by_role("button", name="Skip this file").click()

@@ -216,6 +216,29 @@ def test_failed_lines_are_retried_on_request(tiny_llama: Path, tmp_path: Path) -
     assert ids_of(tmp_path / "out.errors.jsonl") == []
 
 
+def test_a_finished_job_says_so_without_a_plan(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = job_of(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    first = batch(tiny_llama, source, out)
+    assert "KV cells" in first.stderr
+    again = batch(tiny_llama, source, out)
+    assert (again.returncode, again.stderr) == (0, f"finished already: 2 lines\nresults: {out}\n")
+    with source.open("a") as file:
+        file.write('"one more"\n')
+    assert "3 done, 0 failed" in batch(tiny_llama, source, out).stderr
+
+
+def test_a_finished_job_with_failed_lines_says_how_to_run_them_again(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    source.write_text('prompt\na\n \n""\n')
+    args = ("-n", "2")
+    assert batch(tiny_llama, source, out, *args).returncode == 1
+    out.unlink()
+    again = batch(tiny_llama, source, out, *args)
+    assert again.returncode == 1
+    assert again.stderr.startswith("finished already: 2 lines, of which 1 failed (--retry-failed runs them again)\n")
+    assert len(out.read_text().splitlines()) == 3, "the table is written again"
+
+
 # --- plain prompts --------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +257,28 @@ def test_text_and_tables_have_a_prompt_a_line(tiny_llama: Path, tmp_path: Path) 
     assert [line["custom_id"] for line in from_table] == ["q0", "q1", "q2"]
     assert [line["text"] for line in from_text] == [line["text"] for line in from_table]
     assert {line["usage"]["completion_tokens"] for line in from_text} <= {1, 2, 3, 4}
+
+
+def test_a_folder_of_texts_becomes_a_table_or_a_folder_of_answers_and_continues_when_it_has_grown(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("one\ntwo")
+    (folder / "sub" / "b.md").write_text("three")
+    (folder / "logo.png").write_bytes(b"\x89PNG\0")
+    args = ("-n", "4", "--temp", "0", "--template", "Say: {text}")
+    ended = batch(tiny_llama, folder, tmp_path / "out.csv", *args)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.startswith("skipped 1 file: logo.png (not text)\n")
+    (folder / "a.md").write_text("four")
+    assert "3 done, 0 failed" in batch(tiny_llama, folder, tmp_path / "out.csv", *args).stderr
+    with (tmp_path / "out.csv").open(newline="") as file:
+        answers = {row["file"]: row["answer"] for row in csv.DictReader(file)}
+    assert [*answers] == ["a.txt", "sub/b.md", "a.md"]
+    assert batch(tiny_llama, folder, tmp_path / "answers", *args).returncode == 0
+    assert {name: (tmp_path / "answers" / name).read_text() for name in answers} == answers
+    assert "finished already: 3 files" in batch(tiny_llama, folder, tmp_path / "answers", *args).stderr
 
 
 def test_an_items_own_fields_win_over_the_flags(tiny_llama: Path, tmp_path: Path) -> None:

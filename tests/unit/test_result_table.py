@@ -14,18 +14,20 @@ import pytest
 
 from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs import result_table
+from cppbatch.jobs.input.files import find_inputs
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobResponse, RejectedLine
 from cppbatch.jobs.journal import rejection_line, response_line
-from cppbatch.jobs.result_table import input_stamp, write_table
+from cppbatch.jobs.result_table import input_stamp, write_answers, write_table
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
-def table(folder: Path, name: str, *, output: str, fails: str = "-", **message: Any) -> Path:
+def table(folder: Path, name: str, *, output: str, fails: str = "-", schema: object = None, **message: Any) -> Path:
     """The table of a job that answers with the prompt in capitals. The lines are written in reverse order."""
-    input_format = detect_input_format(folder / name, template="{text}")
+    source, files = find_inputs([folder / name], print) if (folder / name).is_dir() else (folder / name, None)
+    input_format = detect_input_format(source, template="{text}", files=files)
     results, errors = [], []
     for entry in InputReader(input_format, {"/v1/completions"}):
         if isinstance(entry, RejectedLine):
@@ -39,7 +41,11 @@ def table(folder: Path, name: str, *, output: str, fails: str = "-", **message: 
             results.append(response_line(entry, JobResponse(status=200, body=body)).data)
     (folder / "results").write_bytes(b"".join(reversed(results)))
     (folder / "errors").write_bytes(b"".join(errors))
-    write_table(input_format, folder / "results", folder / "errors", folder / output, input_stamp(folder / name))
+    if (folder / output).suffix:
+        stamp = input_stamp(input_format)
+        write_table(input_format, folder / "results", folder / "errors", folder / output, stamp, schema=schema)
+    else:
+        write_answers(input_format, folder / "results", folder / "errors", folder / output)
     assert not list(folder.glob("*.part"))
     return folder / output
 
@@ -71,7 +77,7 @@ def test_a_carriage_return_stays_within_its_field(tmp_path: Path) -> None:
 
 def test_answers_of_lines_that_may_have_moved_are_in_no_table(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text\na\nb\n")
-    stamp = input_stamp(tmp_path / "in.csv")
+    stamp = input_stamp(detect_input_format(tmp_path / "in.csv"))
     table(tmp_path, "in.csv", output="out.csv")
     (tmp_path / "reversed").write_text("text\nb\na\n")
     (tmp_path / "reversed").replace(tmp_path / "in.csv")
@@ -212,7 +218,7 @@ def test_vectors_are_lists_of_numbers(tmp_path: Path) -> None:
     lines = [{"custom_id": "x", "line": n, "embedding": [n, 0.5], "usage": {"prompt_tokens": 1}} for n in (3, 1)]
     (tmp_path / "results").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source, results = detect_input_format(tmp_path / "in.txt"), tmp_path / "results"
-    write_table(source, results, tmp_path / "none", tmp_path / "o.pq", input_stamp(tmp_path / "in.txt"))
+    write_table(source, results, tmp_path / "none", tmp_path / "o.pq", input_stamp(source))
     assert pq.read_table(tmp_path / "o.pq").to_pylist() == [
         {"prompt": "a", "embedding": [1.0, 0.5], "prompt_tokens": 1, "error": None},
         {"prompt": "b", "embedding": [3.0, 0.5], "prompt_tokens": 1, "error": None},
@@ -225,7 +231,7 @@ def test_other_vectors_are_json(tmp_path: Path, vectors: dict[str, Any]) -> None
     lines = [{"line": 1, "embedding": [0.5], "usage": {}}, {"line": 2, **vectors, "usage": {}}]
     (tmp_path / "results").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source, results = detect_input_format(tmp_path / "in.txt"), tmp_path / "results"
-    write_table(source, results, tmp_path / "none", tmp_path / "o.pq", input_stamp(tmp_path / "in.txt"))
+    write_table(source, results, tmp_path / "none", tmp_path / "o.pq", input_stamp(source))
     found = [json.loads(row["embeddings"]) for row in pq.read_table(tmp_path / "o.pq").to_pylist()]
     assert found == [[[0.5]], vectors.get("embeddings", ["AAAAPw=="])]
 
@@ -240,3 +246,59 @@ def test_a_table_replaces_the_file_of_a_link_and_nothing_but_files(tmp_path: Pat
     os.mkfifo(tmp_path / "pipe.csv")
     with pytest.raises(StorageError, match=r"pipe\.csv cannot be written \(it is not a regular file\)"):
         table(tmp_path, "in.csv", output="pipe.csv")
+
+
+# --- files that are prompts, and answers with a schema ---------------------------------------------------------------
+
+
+def folder_of_texts(path: Path) -> None:
+    (path / "in" / "sub").mkdir(parents=True)
+    (path / "in" / "a.txt").write_text("first")
+    (path / "in" / "b.csv").write_text("second")
+    (path / "in" / "sub" / "c.md").write_text("third")
+
+
+def test_answers_to_files_are_rows_with_their_names(tmp_path: Path) -> None:
+    folder_of_texts(tmp_path)
+    rows = read_csv(table(tmp_path, "in", output="out.csv", fails="second"))
+    assert [(row["file"], row["answer"], row["error"]) for row in rows] == [
+        ("a.txt", "FIRST", ""), ("b.csv", "", "too long"), ("sub/c.md", "THIRD", ""),
+    ]  # fmt: skip
+
+
+def test_answers_to_files_are_files_of_the_same_names(tmp_path: Path) -> None:
+    folder_of_texts(tmp_path)
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "a.txt").write_text("of an earlier job")
+    table(tmp_path, "in", output="answers", fails="-")
+    found = {path.relative_to(tmp_path / "answers").as_posix(): path.read_text() for path in files_below(tmp_path)}
+    assert found == {"a.txt": "FIRST", "b.csv.txt": "SECOND", "sub/c.md": "THIRD"}
+
+
+def files_below(path: Path) -> list[Path]:
+    return [each for each in (path / "answers").rglob("*") if each.is_file()]
+
+
+LABELS = {"type": "string", "enum": ["POSITIVE", "NEGATIVE"]}
+REVIEW = {"type": "object", "properties": {"MOOD": LABELS, "STARS": {"type": "integer"}, "GOOD": {"type": "boolean"}}}
+
+
+def test_a_text_of_a_schema_is_a_cell_without_its_quotes(tmp_path: Path) -> None:
+    write_csv(tmp_path / "in.csv", ['"positive"', '"POSI'])
+    rows = read_csv(table(tmp_path, "in.csv", output="out.csv", schema=LABELS))
+    assert [row["answer"] for row in rows] == ["POSITIVE", '"POSI'], "an answer that was cut off stays as it is"
+
+
+def test_properties_of_a_schema_are_columns_of_their_types(tmp_path: Path) -> None:
+    write_csv(tmp_path / "in.csv", ['{"mood":"positive","stars":4}', '{"mood":"neg'])
+    rows = read_csv(table(tmp_path, "in.csv", output="out.csv", schema=REVIEW))
+    assert [*rows[0]][:5] == ["text", "answer", "MOOD", "STARS", "GOOD"]
+    assert [(row["MOOD"], row["STARS"], row["GOOD"]) for row in rows] == [("POSITIVE", "4", ""), ("", "", "")]
+    typed = pq.read_table(table(tmp_path, "in.csv", output="out.parquet", schema=REVIEW))
+    assert typed.column("STARS").to_pylist() == [4, None]
+    assert typed.schema.field("GOOD").type == pa.bool_()
+
+
+def write_csv(path: Path, texts: list[str]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])

@@ -77,7 +77,7 @@ def decode_media(source: MediaSource) -> Media:
         if not comma or not head.lower().endswith(";base64"):
             message = f"is {head!r:.60}; a data URL must have the form data:image/png;base64,..."
             raise InvalidRequest(source.field, message)
-    return check_media(source, _from_base64(source.field, text))
+    return check_media(source, from_base64(source.field, text))
 
 
 def source_of_data(field: str, text: str) -> MediaSource:
@@ -87,7 +87,7 @@ def source_of_data(field: str, text: str) -> MediaSource:
     if head[:5].lower() == "data:":
         head = head.partition(",")[2]
     with contextlib.suppress(InvalidRequest):
-        if found := _format_of(_from_base64(field, head[: len(head) // 4 * 4][:_HEAD])):
+        if found := _format_of(from_base64(field, head[: len(head) // 4 * 4][:_HEAD])):
             return MediaSource(found.kind, field, text)
     return MediaSource("image", field, text)
 
@@ -149,7 +149,7 @@ def _file_part(field: str, part: object) -> object:
     return file_part(part["type"], data)
 
 
-def _from_base64(field: str, text: str) -> bytes:
+def from_base64(field: str, text: str) -> bytes:
     """Decodes in pieces, so that other threads are not blocked. Accepts whitespace and missing padding."""
     decoded = bytearray()
     rest = b""  # up to three characters, which are incomplete

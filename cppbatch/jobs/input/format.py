@@ -16,7 +16,7 @@ from cppbatch.errors import ConfigError
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
 from cppbatch.regular_files import STANDARD_STREAM, is_special, open_regular
 
-FileKind = Literal["jsonl", "txt", "csv", "parquet"]
+FileKind = Literal["jsonl", "txt", "csv", "parquet", "files"]
 Endpoint = Literal["completions", "chat", "embeddings"]
 
 _KINDS: dict[str, FileKind] = {
@@ -31,6 +31,11 @@ _KINDS: dict[str, FileKind] = {
     ".pq": "parquet",
 }
 _TABLES = ("csv", "parquet")
+_FIELDS: dict[str, tuple[set[str], str]] = {
+    "txt": ({"prompt"}, "{prompt} for the line"),
+    "files": ({"text", "file"}, "{text} for the text of a file and {file} for its name"),
+}
+"""What a template may name in an input without columns."""
 _MAX_COLUMNS_SHOWN = 20
 
 
@@ -39,6 +44,10 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     kind: FileKind
+    files: tuple[str, ...] = ()
+    """For kind `files`: the names of the files below the folder, or in the zip file, `path`; each is a prompt."""
+    whole_folder: bool = False
+    """Whether the files are those of a whole folder, in which the job must not write."""
     column: str | None = None
     """The column with the prompts; None for files without columns, and with a template."""
     template: str | None = None
@@ -64,13 +73,16 @@ def detect_input_format(
     template: str | None = None,
     id_column: str | None = None,
     only_prompts: bool = False,
+    files: tuple[str, ...] | None = None,
+    whole_folder: bool = False,
 ) -> InputFormat:
     """The format of a file according to its extension. Does not open the file.
 
-    Raises `ConfigError` for an unknown extension and for options that contradict each other.
+    `files`: the prompts are these files of the folder or zip file `path` (`find_inputs`). Raises `ConfigError` for an
+    unknown extension and for options that contradict each other.
     """
     path = Path(path)
-    if os.path.isdir(path):
+    if files is None and os.path.isdir(path):
         raise ConfigError(f"{path}: is a folder; give a file")
     if is_special(path) or path == STANDARD_STREAM:
         raise ConfigError(
@@ -78,9 +90,9 @@ def detect_input_format(
         )
     texts = {"--column": column, "--template": template, "--id-column": id_column, "--system": system}
     for flag, text in texts.items():
-        if text is not None and not _is_unicode(text):
+        if text is not None and not is_unicode(text):
             raise ConfigError(f"{flag} {describe_non_text(text.encode(errors='surrogateescape'))}")
-    kind = _KINDS.get(path.suffix.lower())
+    kind = _KINDS.get(path.suffix.lower()) if files is None else "files"
     if kind is None:
         raise ConfigError(
             f"{path}: unknown input format {path.suffix!r}; the extension must be one of {', '.join(_KINDS)}"
@@ -89,19 +101,22 @@ def detect_input_format(
         fields = PromptTemplate(template).fields
         if column is not None:
             raise ConfigError("--column and --template cannot be combined; give only one of them")
-        if kind == "txt" and fields != ("prompt",):
-            raise ConfigError(f"{path}: has no columns; in --template, use {{prompt}} for the line")
+        known, words = _FIELDS.get(kind, (set(fields), ""))
+        if not known.issuperset(fields):
+            raise ConfigError(f"{path}: has no columns; in --template, use {words}")
     elif kind in _TABLES:
         column = "prompt" if column is None else column
     elif column is not None:
         raise ConfigError(f"{path}: has no columns, so --column {column!r} does not apply; it is for CSV and Parquet")
-    if id_column is not None and kind == "txt":
+    if id_column is not None and kind in ("txt", "files"):
         raise ConfigError(f"{path}: has no columns, so --id-column {id_column!r} does not apply")
     if system is not None and endpoint != "chat":
         raise ConfigError(f"--system requires --endpoint chat; the endpoint is {endpoint}")
     return InputFormat(
         path=path,
         kind=kind,
+        files=files or (),
+        whole_folder=whole_folder,
         column=column,
         template=template,
         id_column=id_column,
@@ -287,6 +302,15 @@ class RequestBuilder:
                 line=line, code=error.code, message=str(error), custom_id=custom_id, content_hash=content_hash
             )
 
+    def from_file(self, line: int, name: str, text: str, content_hash: int) -> JobRequest:
+        """The request for a file that is one prompt. Raises `LineError`."""
+        if not text.strip():
+            raise LineError("empty_prompt", "the file is empty")
+        prompt = text if self._template is None else self._template.render({"text": text, "file": name})
+        custom_id = check_custom_id("the name of the file", name)
+        url, body = self.url_and_body(check_text(prompt), {})
+        return JobRequest(line=line, custom_id=custom_id, url=url, body=body, is_plain=True, content_hash=content_hash)
+
     def check_url(self, url: object) -> str:
         """Returns `url`. Raises `LineError` if it is not an allowed endpoint."""
         if isinstance(url, str) and url in self._urls:
@@ -340,7 +364,7 @@ def check_custom_id(field: str, value: object) -> str:
             "invalid_custom_id",
             f"{field}: {short_repr(value)} is not a string of 1 to {MAX_CUSTOM_ID_LENGTH} characters",
         )
-    if "\0" in value or not _is_unicode(value):
+    if "\0" in value or not is_unicode(value):
         raise LineError("invalid_custom_id", f"{field}: {short_repr(value)} is not UTF-8 text")
     return value
 
@@ -353,7 +377,7 @@ def row_id(field: str, value: object) -> str:
 
 def check_text(text: str) -> str:
     """Returns `text`. Raises `LineError` if it contains null characters or was not valid UTF-8."""
-    if "\0" in text or not _is_unicode(text):
+    if "\0" in text or not is_unicode(text):
         raise LineError("invalid_text", describe_non_text(text.encode(errors="surrogateescape")))
     return text
 
@@ -369,7 +393,8 @@ def short_repr(value: object) -> str:
     return _short.repr(value)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether the text can be encoded: it has no bytes that are not valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from cppbatch.errors import NotJsonLines
+from cppbatch.jobs.input.files import FilesInput
 from cppbatch.jobs.input.format import (
     MAX_LINE_BYTES,
     InputFormat,
@@ -86,7 +87,7 @@ class InputReader:
 
         Reads the file, in 16 bytes of memory for each row.
         """
-        if self._format.id_column is not None or self._format.kind == "txt":
+        if self._format.id_column is not None or self._format.kind in ("txt", "files"):
             return None
         lines, hashes = array("q"), array("q")
         with contextlib.closing(self._open()) as source:
@@ -102,6 +103,8 @@ class InputReader:
         return "".join(f"lines {lines[order[i]]} and {lines[order[i + 1]]} have the same" for i in same) or None
 
     def _open(self) -> _Source:
+        if self._format.kind == "files":
+            return FilesInput(self._format, self._builder)
         if self._format.kind == "csv":
             return CsvInput(self._format, self._builder)
         if self._format.kind == "parquet":

@@ -35,6 +35,7 @@ from cppbatch.server.api.anthropic.types import (
     ContentBlockStop,
     CountTokensRequest,
     CountTokensResponse,
+    ImageSource,
     MessageDelta,
     MessageEnd,
     MessagesRequest,
@@ -53,6 +54,7 @@ from cppbatch.server.api.anthropic.types import (
     ThinkingTokensDetails,
     ToolUseBlock,
 )
+from cppbatch.server.fields.documents import pdf_in_base64
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
 from cppbatch.server.http.endpoint import Routes
@@ -76,6 +78,7 @@ async def count_tokens(request: web.Request) -> web.Response:
         serving = lease.serving
         serving.check_model(body.model)
         serving.check_size(body)
+        await read_documents(body)
         tokens = await serving.chat_tokens(await serving.render(message_turn(body)))
     return json_response(CountTokensResponse(input_tokens=len(tokens)))
 
@@ -90,6 +93,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     if body.max_tokens < 1:
         raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be at least 1")
     serving.check_size(body)
+    await read_documents(body)
     turn = await serving.prepare(message_turn(body), body, "msg_")
     builder = MessagesBuilder(body, serving.name, turn)
     return PreparedRequest(
@@ -262,7 +266,7 @@ _FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
 
 
 def message_turn(body: CountTokensRequest) -> ChatTurn:
-    """The conversation. Raises `InvalidRequest`."""
+    """The conversation. Its documents have been read. Raises `InvalidRequest`."""
     body.check_stateless()
     thinking, functions = body.thinking, body.functions()
     effort = effort_variables("output_config.effort", body.output_config.effort if body.output_config else None)
@@ -285,8 +289,8 @@ def message_turn(body: CountTokensRequest) -> ChatTurn:
 def _messages(body: CountTokensRequest) -> list[Json]:
     """The messages as chat templates expect them, the system message first.
 
-    Consecutive messages of one role are joined, as in Anthropic's API. Raises `InvalidRequest` for documents and other
-    blocks that are neither text nor images.
+    Consecutive messages of one role are joined, as in Anthropic's API. Raises `InvalidRequest` for blocks that are
+    neither text nor images.
     """
     if not body.messages:
         raise InvalidRequest("messages", "is empty; give at least one message")
@@ -300,6 +304,33 @@ def _messages(body: CountTokensRequest) -> list[Json]:
         blocks = [block for i, message in group for block in _message_blocks(f"messages[{i}].content", message)]
         messages += _assistant(blocks) if role == "assistant" else _others(role, blocks)
     return messages
+
+
+async def read_documents(body: CountTokensRequest) -> None:
+    """Replaces documents, also those in results of tools, by their texts. Raises `InvalidRequest`."""
+    for i, message in enumerate(body.messages):
+        await _read_documents(f"messages[{i}].content", message.content)
+
+
+async def _read_documents(field: str, content: str | list[RequestBlock] | None) -> None:
+    for i, block in enumerate(content if isinstance(content, list) else []):
+        named = f"{field}[{i}]"
+        if block.type == "tool_result":
+            await _read_documents(f"{named}.content", block.content)
+        elif block.type == "document":
+            if block.source is None:
+                raise InvalidRequest(f"{named}.source", "is required")
+            text = await _document_text(f"{named}.source", block.source)
+            block.text = "\n\n".join(filter(None, [block.title, block.context, text]))
+            block.type, block.source = "text", None
+
+
+async def _document_text(field: str, source: ImageSource) -> str:
+    if source.type not in ("base64", "text"):
+        raise InvalidRequest(f"{field}.type", f"is {source.type!r:.80}; it must be base64 (a PDF) or text")
+    if not source.data:
+        raise InvalidRequest(f"{field}.data", "is required")
+    return source.data if source.type == "text" else await pdf_in_base64(f"{field}.data", source.data)
 
 
 class _Named(NamedTuple):

@@ -22,14 +22,14 @@ Json = dict[str, Any]
 
 
 class ImageSource(msgspec.Struct):
-    """The location of an image."""
+    """The location of an image, or a document."""
 
     type: str
-    """`base64` or `url`."""
+    """`base64` or `url`; for a document `base64` or `text`."""
     media_type: str | None = None
     """Ignored: the image type is detected from its bytes."""
     data: str | None = None
-    """For type `base64`."""
+    """For types `base64` and `text`."""
     url: str | None = None
     """For type `url`: a data URL, or a URL that the server may fetch (--allowed-media-domains)."""
 
@@ -58,7 +58,12 @@ class RequestBlock(msgspec.Struct):
     """The result of a tool call."""
     is_error: bool | None = None
     source: ImageSource | None = None
-    """The source of an image."""
+    """The source of an image or a document."""
+    title: str | None = None
+    """Of a document, like the next field: text before that of the document."""
+    context: str | None = None
+    citations: Json | None = None
+    """Ignored."""
     tool_name: str | None = None
     """For a `tool_reference` in the result of a tool call: a deferred tool that may be called from then on."""
 

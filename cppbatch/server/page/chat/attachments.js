@@ -1,9 +1,10 @@
 // @ts-check
-// Images, audio and texts of a message: read from files, images made smaller.
+// Images, audio and texts of a message: read from files (the text of a PDF by the server), images made smaller.
 //
 //   readMedia(file, modalities) -> medium {kind: 'image' | 'audio', name, url}, or {kind: 'text', name, text}
 //   url: a data URL, kept with the message
 //   modalities: of GET /props. The API's form of a medium is made by conversation.js.
+import {dataUrl, documentTexts, isPdf} from '../documents.js';
 import {bytes} from '../format.js';
 
 const LONGEST_SIDE = 1536; // pixels; models scale larger images down
@@ -28,12 +29,17 @@ export async function readMedia(file, modalities) {
 }
 
 async function readText(file) {
+  if (await isPdf(file)) {
+    const {files: [found], skipped: [why]} = await documentTexts(file);
+    if (!found) throw new Error(`it ${why.reason}`);
+    return {kind: 'text', name: file.name, text: found.text};
+  }
   if (file.size > LARGEST_TEXT) throw new Error(`it has ${bytes(file.size)}; the limit for text is ${bytes(LARGEST_TEXT)}`);
   let text = '\0';
   try {
     text = new TextDecoder('utf-8', {fatal: true}).decode(await file.arrayBuffer());
   } catch { /* not UTF-8 */ }
-  if (text.includes('\0')) throw new Error('it is neither UTF-8 text nor an image nor a WAV, MP3 or FLAC file');
+  if (text.includes('\0')) throw new Error('it is neither UTF-8 text nor a PDF nor an image nor a WAV, MP3 or FLAC file');
   if (!text.trim()) throw new Error('it is empty');
   return {kind: 'text', name: file.name || 'text', text};
 }
@@ -52,10 +58,3 @@ async function scaled(file) {
   context.drawImage(picture, 0, 0, canvas.width, canvas.height);
   return canvas.convertToBlob({type: file.type === 'image/jpeg' ? file.type : 'image/png', quality: 0.9});
 }
-
-const dataUrl = (blob) => new Promise((resolve, reject) => {
-  const reader = new FileReader();
-  reader.onload = () => resolve(reader.result);
-  reader.onerror = () => reject(reader.error);
-  reader.readAsDataURL(blob);
-});

@@ -6,7 +6,7 @@ import {Button, html, lazy, toast, useEffect, useRef, useState} from '../compone
 const ContextMeter = lazy(() => import('./context_meter.js').then((module) => module.ContextMeter));
 const Media = lazy(() => import('./media_list.js').then((module) => module.Media));
 
-const TEXTS = 'text/*,application/json,.md,.csv,.tsv,.json,.jsonl,.yaml,.yml,.toml,.ini,.log,.xml,.tex,.py,.js,.ts,.tsx,.java,'
+const TEXTS = 'text/*,application/json,.md,.csv,.tsv,.jsonl,.pdf,.yaml,.yml,.toml,.ini,.log,.xml,.tex,.py,.js,.ts,.tsx,.java,'
   + '.c,.h,.cpp,.cs,.go,.rs,.rb,.php,.swift,.kt,.scala,.sh,.sql,.r,.lua,.diff,.patch';
 
 /** What the file field takes. */

@@ -2,26 +2,30 @@
 import {request} from '../api.js';
 import {Button, Field, Icon, Notice, Progress, Table, html, toast, useEffect, useRef, useState} from '../components.js';
 import {bytes, count, plural} from '../format.js';
-import {DEFAULT_MAX_TOKENS, SamplingForm, defaultsOf, requestFields} from '../sampling_form.js';
+import {DEFAULT_MAX_TOKENS, SamplingForm, defaultsOf} from '../sampling_form.js';
+import {AnswerForm, FREE} from './answer_form.js';
+import {arePrompts, droppedFiles, readFiles, tokensOfTexts} from './job_files.js';
 import {kindOf, refusalOf} from './records.js';
-import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, peek, promptOf} from './requests.js';
+import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, fieldsOf, peek, promptOf} from './requests.js';
 
 const WINDOW = '30d';
 const MAX_METADATA = 512;
 const KINDS = {jsonl: 'JSON Lines', csv: 'CSV', tsv: 'TSV (tabs)', text: 'Text, one prompt per line'};
 const ENDPOINTS = {[CHAT]: 'Chat', [COMPLETIONS]: 'Completion', [EMBEDDINGS]: 'Embedding'};
-const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', sampling: {max_tokens: DEFAULT_MAX_TOKENS}};
+const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', kept: '', answer: FREE,
+  sampling: {max_tokens: DEFAULT_MAX_TOKENS}};
 const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'Error'}];
 
 const names = (files) => files.map(({name}) => name).join(', ');
 
 /** Uploads a checked file and starts its job. Resolves to the batch. */
-async function startJob(name, {sampling, endpoint, ...texts}, {file, url}) {
+async function startJob(name, {template, system, id_column, ...settings}, {file, url}) {
   const body = new FormData();
   body.append('purpose', 'batch');
   body.append('file', file, `${name.replace(/\.[^.]*$/, '')}.jsonl`);
   const {id} = await request('/v1/files', {body});
-  const pairs = Object.entries({name, ...texts, settings: sampling ? JSON.stringify(requestFields(sampling)) : ''});
+  const fields = settings.sampling && JSON.stringify(fieldsOf(settings));
+  const pairs = Object.entries({name, template, system, id_column, settings: fields});
   const given = pairs.filter(([, text]) => text);
   const metadata = Object.fromEntries(given.map(([key, text]) => [key, text.slice(0, MAX_METADATA)]));
   try {
@@ -37,16 +41,20 @@ async function startJob(name, {sampling, endpoint, ...texts}, {file, url}) {
 function Chooser({onFiles}) {
   const [over, setOver] = useState(false);
   const [pasted, setPasted] = useState('');
+  const folder = useRef(null);
   const drag = (event) => {
     event.preventDefault();
     setOver(event.type === 'dragover');
-    if (event.type === 'drop') onFiles([...event.dataTransfer.files]);
+    if (event.type === 'drop') droppedFiles(event.dataTransfer).then((found) => onFiles(found.files, found.folder));
   };
+  const choose = ({target}) => onFiles([...target.files], target.files[0]?.webkitRelativePath.split('/')[0]);
   return html`<div class=${`drop stack ${over ? 'over' : ''}`} onDragOver=${drag} onDragLeave=${drag} onDrop=${drag}>
-    <${Field} label="Drop prompt files here, or choose them" help="JSON Lines (OpenAI's batch format, or objects
-      with a prompt, text or messages), CSV or TSV with a header line, or text with one prompt per line">
-      <input type="file" multiple accept=".jsonl,.ndjson,.json,.csv,.tsv,.txt"
-        onChange=${(event) => onFiles([...event.target.files])} /><//>
+    <${Field} label="Drop prompt files or a folder here, or choose them" help="JSON Lines (OpenAI's batch format, or
+      objects with a prompt, text or messages), CSV or TSV with a header line, or text with one prompt per line. Of a
+      folder, a zip file, several texts or PDFs, each file is one prompt.">
+      <input type="file" multiple onChange=${choose} /><//>
+    <div><${Button} onClick=${() => folder.current.click()}>Choose a folder<//>
+      <input ref=${folder} type="file" hidden webkitdirectory aria-label="Folder" onChange=${choose} /></div>
     <details><summary>Paste text instead</summary><div class="stack">
       <${Field} label="Text"><textarea spellcheck=${false} value=${pasted}
         onInput=${(event) => setPasted(event.target.value)}></textarea><//>
@@ -63,7 +71,7 @@ function Settings({settings, columns, kind, server, onChange}) {
   return html`<div class="fields">
     <${Field} label="Task"><select ...${bound('endpoint')}>${Object.entries(ENDPOINTS).map(([url, label]) =>
       html`<option value=${url}>${label}</option>`)}</select><//>
-    ${kind !== 'text' && html`<${Field} label="Column that identifies the results"><select ...${bound('id_column')}>
+    ${kind !== 'text' && !settings.kept && html`<${Field} label="Column that identifies the results"><select ...${bound('id_column')}>
       <option value="">custom_id, id or the line number</option>
       ${columns.map((name) => html`<option value=${name}>${name}</option>`)}</select><//>`}
     <div class="whole"><${Field} label="Template"
@@ -71,6 +79,8 @@ function Settings({settings, columns, kind, server, onChange}) {
       <textarea rows="2" ...${bound('template')}></textarea><//></div>
     ${settings.endpoint === CHAT && html`<div class="whole"><${Field} label="System prompt"><textarea rows="2"
       ...${bound('system')}></textarea><//></div>`}
+    ${settings.endpoint !== EMBEDDINGS && html`<${AnswerForm} answer=${settings.answer}
+      onChange=${(answer) => onChange((now) => ({...now, answer}))} />`}
     ${settings.endpoint !== EMBEDDINGS && html`<details class="whole"><summary>Sampling settings</summary>
       <${SamplingForm} values=${settings.sampling} defaults=${defaultsOf(server)}
         onChange=${(sampling) => onChange((now) => ({...now, sampling}))} /></details>`}
@@ -94,7 +104,7 @@ const Preview = ({previews, onEdit}) => html`<details><summary>Preview and edit 
 
 /** onStarted(batch, hasNext): a job was started; hasNext: the form shows the next of several files. */
 export function JobForm({server, onStarted}) {
-  const [source, setSource] = useState(null); // {name, blob, kind}
+  const [source, setSource] = useState(null); // {name, blob, kind}; of files that are prompts also {files, texts}
   const [waiting, setWaiting] = useState([]); // files after this one
   const [found, setFound] = useState(null); // of `peek`
   const [settings, setSettings] = useState(SETTINGS);
@@ -103,6 +113,8 @@ export function JobForm({server, onStarted}) {
   const [starting, setStarting] = useState(false);
   const [failure, setFailure] = useState('');
   const [refused, setRefused] = useState([]);
+  const [reading, setReading] = useState(false);
+  const [tokens, setTokens] = useState(null); // of files that are prompts: {tokens, isExact}
   const latest = useRef(0); // counts the checks: an older one ends
 
   const open = async (next) => {
@@ -111,11 +123,14 @@ export function JobForm({server, onStarted}) {
     setEdits(new Map());
     setCheck({});
     setFound(null);
+    setTokens(null);
     setSource(next);
     if (!next) return;
     const what = await peek(next.blob, next.kind);
-    setSettings((now) => ({...now, template: defaultTemplate(what.columns, what.rows), id_column: ''}));
+    const name = next.texts ? 'file' : '';
+    setSettings((now) => ({...now, template: defaultTemplate(what.columns, what.rows), id_column: name, kept: name}));
     setFound(what);
+    if (next.texts) tokensOfTexts(next.texts).then(setTokens);
   };
   const take = async ([file, ...others]) => {
     setWaiting(others);
@@ -127,9 +142,16 @@ export function JobForm({server, onStarted}) {
     }
     return open(file ? {name: file.name, blob: file, kind: kindOf(file.name, start)} : null);
   };
-  const choose = (files) => {
+  const choose = async (files, folder) => {
     setRefused([]);
-    take(files);
+    if (!arePrompts(files, folder)) return take(files);
+    setReading(true);
+    const {texts, skipped, blob} = await readFiles(files);
+    setReading(false);
+    setRefused(skipped.map(({file, reason}) => `${file} was left out: ${reason}.`));
+    setWaiting([]);
+    const name = folder || (files.length > 1 ? plural(files.length, 'file') : files[0].name);
+    return open(texts.length ? {name, blob, kind: 'jsonl', texts, files} : null);
   };
   const refusals = refused.length > 0 && html`<${Notice} kind="error" onClose=${() => setRefused([])}>
     ${refused.map((text) => html`<p>${text}</p>`)}<//>`;
@@ -171,16 +193,22 @@ export function JobForm({server, onStarted}) {
     setStarting(false);
   };
 
+  if (reading) return html`<div class="card" role="status"><p>Reading the files</p><${Progress} label="Reading the files" /></div>`;
   if (!source) return html`${refusals}<${Chooser} onFiles=${choose} />`;
+  const noun = source.texts ? 'file' : 'line';
   const {good = 0, bad = 0, wrong = [], previews = [], problem, isRunning} = check;
-  const counts = `${plural(good, 'line')} ready, ${count(bad)} invalid${bad ? ' and skipped' : ''}`;
+  const counts = `${plural(good, noun)} ready, ${count(bad)} invalid${bad ? ' and skipped' : ''}`;
   const isReady = found && !isRunning && !problem;
   return html`${refusals}<section class="card stack" aria-label="New job">
     <div class="row"><h2 class="grow name">${source.name}</h2>
       <span class="muted">${bytes(source.blob.size)}</span></div>
-    <${Field} label="Format"><select value=${source.kind}
+    ${source.texts ? html`<div class="row"><p class="grow">${plural(source.texts.length, 'file')}, each one prompt${
+        tokens && `: ${tokens.isExact ? '' : 'about '}${plural(tokens.tokens, 'token')}`}. Results have their names.</p>
+      ${source.files.length > 1 && source.files.every(({name}) => /\.txt$/i.test(name)) && html`<${Button}
+        onClick=${() => take(source.files)}>Read each line as a prompt<//>`}</div>`
+    : html`<${Field} label="Format"><select value=${source.kind}
       onChange=${(event) => open({...source, kind: event.target.value})}>
-      ${Object.entries(KINDS).map(([kind, label]) => html`<option value=${kind}>${label}</option>`)}</select><//>
+      ${Object.entries(KINDS).map(([kind, label]) => html`<option value=${kind}>${label}</option>`)}</select><//>`}
     ${found?.isRequests && html`<p>Requests in OpenAI's batch format are sent unchanged.</p>`}
     ${found && !found.isRequests && html`<${Settings} settings=${settings} columns=${found.columns} kind=${source.kind}
       server=${server} onChange=${setSettings} />`}
@@ -195,7 +223,7 @@ export function JobForm({server, onStarted}) {
       onEdit=${(line, text) => setEdits(new Map([...edits, [line, text]]))} />`}
     ${failure && html`<${Notice} kind="error">The job was not started: ${failure}<//>`}
     <div class="row"><${Button} kind="primary" icon="send" busy=${starting} disabled=${starting || !isReady || !good}
-        onClick=${start}>${starting ? 'Uploading…' : good ? `Start ${plural(good, 'line')}` : 'Start'}<//>
+        onClick=${start}>${starting ? 'Uploading…' : good ? `Start ${plural(good, noun)}` : 'Start'}<//>
       ${waiting.length > 0 && html`<${Button} onClick=${() => take(waiting)}>Skip this file<//>`}
       <${Button} onClick=${() => take([])}>Back<//></div>
     ${waiting.length > 0 && html`<p class="muted">${plural(waiting.length, 'more file')} to check: ${names(waiting)}</p>`}

@@ -1,6 +1,7 @@
 // Makes requests in OpenAI's batch format of records, and checks those that have this format already.
 import {PromptTemplate} from '../playground/prompt_template.js';
 import {requestFields} from '../sampling_form.js';
+import {FREE, answerFields, problemOf} from './answer_form.js';
 import {recordGroups} from './records.js';
 
 export const CHAT = '/v1/chat/completions';
@@ -48,17 +49,27 @@ export function promptOf(request) {
 export const textOf = (value) => (typeof value === 'string' ? value : value == null ? '' : JSON.stringify(value));
 const shown = (value) => (JSON.stringify(value) ?? 'missing').slice(0, 60);
 
+/** The fields of each request that its settings make. */
+export const fieldsOf = ({endpoint, sampling, answer = FREE}) =>
+  (endpoint === EMBEDDINGS ? {} : {...requestFields(sampling), ...answerFields(answer)});
+
 /** The requests of one job. Its methods throw errors that say what is wrong with a line. */
 export class RequestMaker {
   url = null; // of the job: that of its first request
   lines = new Map(); // by custom_id
 
-  /** settings: endpoint, template, system, id_column ('' if not set); sampling, the values of a `SamplingForm`. */
+  /**
+   * settings: endpoint, template, system, id_column ('' if not set); sampling, the values of a `SamplingForm`; answer, of an
+   * `AnswerForm`; kept: the only column that stays with the request (all, if not set).
+   */
   constructor(settings) {
     this.settings = settings;
     this.template = new PromptTemplate(settings.template);
     if (settings.template && !this.template.fields.length) throw new Error('The template does not name a column.');
-    this.fields = settings.endpoint === EMBEDDINGS ? {} : requestFields(settings.sampling);
+    const {answer = FREE} = settings;
+    const problem = settings.endpoint !== EMBEDDINGS && problemOf(answer);
+    if (problem) throw new Error(problem);
+    this.fields = fieldsOf(settings);
   }
 
   /** The line of the batch file for a record of `recordGroups`. edited: its text as the reader changed it. */
@@ -93,7 +104,8 @@ export class RequestMaker {
     if (wanted && id === '') throw new Error(`has no ${wanted}, which identifies the result`);
     const body = template ? this.fromPrompt(this.render(row)) : this.fromMessages(row);
     const custom_id = id === '' ? `line-${line}` : Number.isInteger(id) ? String(id) : id;
-    return {custom_id, method: 'POST', url: template ? endpoint : CHAT, body, row};
+    const {kept} = this.settings;
+    return {custom_id, method: 'POST', url: template ? endpoint : CHAT, body, row: kept ? {[kept]: row[kept]} : row};
   }
 
   render(row) {

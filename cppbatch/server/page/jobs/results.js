@@ -33,7 +33,7 @@ export function inputOf(text, number) {
   const {custom_id: id, row, body, ...fields} = JSON.parse(text);
   if (!body) return {id: textOf(id ?? fields.id) || `line-${number}`, row: fields};
   const prompt = body.messages?.at(-1)?.content ?? body.prompt ?? body.input ?? body.query;
-  return {id, row: row ?? {prompt: textOf(prompt)}};
+  return {id, row: row ?? {prompt: textOf(prompt)}, schema: body.json_schema};
 }
 
 /** Calls `use` with what `parse(line, number)` makes of each line of a blob; what is not JSON is left out. */
@@ -51,6 +51,16 @@ export async function eachLine(blob, parse, use) {
   }
 }
 
+/** An answer in JSON as columns: a text as it is, and the properties of an object. {} if it was cut off. */
+function columnsOf(answer) {
+  try {
+    const value = JSON.parse(answer);
+    return typeof value === 'string' ? {answer: value} : value;
+  } catch {
+    return {};
+  }
+}
+
 const cell = (value) => (/[",\r\n]/.test(textOf(value)) ? `"${textOf(value).replaceAll('"', '""')}"` : textOf(value));
 const csvLine = (values) => `${values.map(cell).join(',')}\n`;
 
@@ -59,15 +69,23 @@ export async function joinCsv(input, output, errors) {
   const results = new Map();
   for (const blob of [output, errors]) await eachLine(blob, resultOf, (result) => results.set(result.id, result));
   const columns = new Set();
-  await eachLine(input, inputOf, ({row}) => Object.keys(row).forEach((name) => columns.add(name)));
+  const properties = new Set(); // of the schemas
+  await eachLine(input, inputOf, ({row, schema}) => {
+    Object.keys(row).forEach((name) => columns.add(name));
+    Object.keys(schema?.properties ?? {}).forEach((name) => properties.add(name));
+  });
+  const names = [ANSWERS[0], ...[...properties].filter((name) => !ANSWERS.includes(name)), ...ANSWERS.slice(1)];
   let suffix = '';
-  for (let n = 2; ANSWERS.some((name) => columns.has(name + suffix)); n++) suffix = `_${n}`;
-  const ids = columns.has('custom_id') ? [] : ['custom_id'];
-  const parts = [csvLine([...ids, ...columns, ...ANSWERS.map((name) => name + suffix)])];
-  await eachLine(input, inputOf, ({id, row}) => {
+  for (let n = 2; names.some((name) => columns.has(name + suffix)); n++) suffix = `_${n}`;
+  const areFiles = columns.size === 1 && columns.has('file'); // which are named by it
+  const ids = columns.has('custom_id') || areFiles ? [] : ['custom_id'];
+  const parts = [csvLine([...ids, ...columns, ...names.map((name) => name + suffix)])];
+  await eachLine(input, inputOf, ({id, row, schema}) => {
     const result = results.get(id) ?? {};
+    const typed = schema ? columnsOf(result.answer) : {};
+    const answers = {...typed, ...result, answer: typed.answer ?? result.answer};
     const values = [...columns].map((name) => row[name]);
-    parts.push(csvLine([...ids.map(() => id), ...values, ...ANSWERS.map((name) => result[name])]));
+    parts.push(csvLine([...ids.map(() => id), ...values, ...names.map((name) => answers[name])]));
   });
   return new Blob(parts, {type: 'text/csv'});
 }
