@@ -212,12 +212,7 @@ class Catalog:
             is_named = not _MMPROJ_KEYS.isdisjoint(given)
             for key in (*_FILE_KEYS, *_NO_MMPROJ_KEYS):
                 given.pop(key, None)
-            for setting, keys, find in _ELSEWHERE:
-                if named := next((str(given.pop(key)) for key in keys if key in given), None):
-                    if is_downloaded(named):
-                        given.setdefault(setting, str(find(named)))
-                    else:
-                        self._missing.setdefault(name, []).append(partial(find, named))
+            self._use_files_elsewhere(name, given)
             if given.pop("stop-timeout", None) is not None:
                 log.info(
                     "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"
@@ -233,6 +228,16 @@ class Catalog:
         _check_aliases(specs)
         self._remember(paths)
         return CatalogContent(specs, self._default(content, [spec.name for spec in specs]))
+
+    def _use_files_elsewhere(self, name: str, given: dict[str, Any]) -> None:
+        """Replaces the settings of a model that name a file at an address or on the hub by its path, once it is
+        downloaded."""
+        for setting, keys, find in _ELSEWHERE:
+            if named := next((str(given.pop(key)) for key in keys if key in given), None):
+                if is_downloaded(named):
+                    given.setdefault(setting, str(find(named)))
+                else:
+                    self._missing.setdefault(name, []).append(partial(find, named))
 
     def _paths(self, with_file: dict[str, Path], aliases: dict[str, str]) -> dict[str, Path]:
         """The files from flags and folder, by model name.

@@ -458,20 +458,7 @@ class Scheduler:
         if not prefilling:
             return []
         n_decoding = len(decoding)
-        n_urgent = sum(not s.is_background for s in prefilling)
-        # Many background prompts count as one, so that they do not delay other requests' tokens.
-        n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in decoding) else 1)
-        step_budget = self._budgets.of(adapters)
-        budget = step_budget.prefill_tokens(groups, n_prompts, n_decoding - n_decode, background=not n_urgent)
-        n_pending = sum(s.n_pending for s in prefilling)
-        if budget < n_pending and not self._kv.has_streams:  # rows and prompts are computed together: whole tiles
-            budget = max(min(budget, _MIN_PIECE), self._whole_ubatches(budget + n_decode) - n_decode)
-        budget = min(budget, n_pending)
-        prefilling, long = self._in_turn(prefilling, budget, n_decoding, step_budget.cost)
-        if n_decoding and n_urgent:
-            budget = step_budget.with_whole_prompts(budget, groups, [s.n_pending for s in prefilling])
-        if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
-            budget = min(budget, self._kv.n_free - n_decoding)
+        prefilling, long, budget = self._prompt_budget(prefilling, adapters, groups, n_decode, decoding)
         chunks: list[Chunk] = []
         room = self._step_tokens - sum(groups)
         for sequence in prefilling:
@@ -503,6 +490,27 @@ class Scheduler:
                 chunks.append((sequence, n))
                 budget -= n
         return chunks
+
+    def _prompt_budget(
+        self, prefilling: list[Seq], adapters: AdapterSet, groups: Groups, n_decode: int, decoding: list[Seq]
+    ) -> tuple[list[Seq], list[Seq], int]:
+        """The result of `_in_turn`, and the prompt tokens that the step may compute. Arguments as in `_prefill`."""
+        n_decoding = len(decoding)
+        n_urgent = sum(not s.is_background for s in prefilling)
+        # Many background prompts count as one, so that they do not delay other requests' tokens.
+        n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in decoding) else 1)
+        step_budget = self._budgets.of(adapters)
+        budget = step_budget.prefill_tokens(groups, n_prompts, n_decoding - n_decode, background=not n_urgent)
+        n_pending = sum(s.n_pending for s in prefilling)
+        if budget < n_pending and not self._kv.has_streams:  # rows and prompts are computed together: whole tiles
+            budget = max(min(budget, _MIN_PIECE), self._whole_ubatches(budget + n_decode) - n_decode)
+        budget = min(budget, n_pending)
+        prefilling, long = self._in_turn(prefilling, budget, n_decoding, step_budget.cost)
+        if n_decoding and n_urgent:
+            budget = step_budget.with_whole_prompts(budget, groups, [s.n_pending for s in prefilling])
+        if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
+            budget = min(budget, self._kv.n_free - n_decoding)
+        return prefilling, long, budget
 
     def _in_turn(
         self, prefilling: list[Seq], budget: int, n_decoding: int, cost: StepCost
