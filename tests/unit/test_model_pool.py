@@ -456,7 +456,7 @@ def test_keeping_a_model_for_no_time_does_not_end_requests_that_wait_for_it() ->
         await waiting
         assert pool.models["a"].state == "loaded"
         pool.keep("a", 0)
-        await asyncio.sleep(CLOSE_S)
+        await asyncio.sleep(2 * CLOSE_S)
         assert pool.models["a"].state == "unloaded"
         await pool.close()
 
