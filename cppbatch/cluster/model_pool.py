@@ -275,8 +275,8 @@ class ModelPool(Generic[Plan, Engine]):
             self._leave(model, reason)
 
     def keep(self, name: str, seconds: float | None) -> None:
-        """Sets the time without a lease after which the model is unloaded; 0: it is drained now, unless requests wait for
-        it to load; -1: never; None: as it was added. Only 0 affects a pinned one."""
+        """Sets the time without a lease after which the model is unloaded; 0: it is drained now, unless requests wait
+        for it to load; -1: never; None: as it was added. Only 0 affects a pinned one."""
         model = self.models[name]
         if seconds == 0 and not model.waiting:
             self.unload(name)

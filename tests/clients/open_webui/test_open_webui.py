@@ -23,7 +23,7 @@ from tests.clients.serving import KEY, QUESTION, Serving
 Json = dict[str, Any]
 ASK = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0, "num_predict": 24}
-START_S = 240
+START_S = 600  # it sets up its database, for minutes on busy cores
 
 
 class OpenWebUI:
