@@ -5,8 +5,12 @@ Usage: python3 scripts/clients_environment.py tests/clients/requirements.txt
 
 `./scripts/test clients` installs the clients there, because some of them require other versions of packages than
 .venv has. The folder is in the user's cache. A hash of the file's text and of this Python names it, so new pins make a
-new environment. A requirements file with the line "# beside .venv" gets an environment that sees the packages of this
-checkout's .venv too, behind its own: pip takes them as installed, and changes none of them.
+new environment. Lines of a requirements file say what is different in its environment:
+
+# beside .venv          it sees the packages of this checkout's .venv too, behind its own: pip takes them as installed,
+                        and changes none of them
+# Python 3.13           its Python is the `python3.13` in PATH
+# without dependencies  the file lists all packages, and pip installs no others
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,14 +36,17 @@ def environment(requirements: Path) -> Path:
     """
     text = requirements.read_text("utf-8")
     beside = packages_of_venv() if "\n# beside .venv" in text else None
+    version = re.search(r"^# Python (3\.\d+)$", text, re.MULTILINE)
+    python = f"python{version[1]}" if version else sys.executable
+    options = ["--no-deps"] if "\n# without dependencies" in text else []
 
     def install(folder: Path) -> None:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, stdout=sys.stderr)
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True, stdout=sys.stderr)
         if beside:
             (packages,) = folder.glob("lib/python*/site-packages")
             (packages / "beside.pth").write_text(f"{beside}\n", "utf-8")
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-r", str(requirements)], check=True, stdout=sys.stderr)
+        subprocess.run([*pip, *options, "-r", str(requirements)], check=True, stdout=sys.stderr)
 
     return _installed(requirements, text + (f"\n{beside}" if beside else ""), install) / "bin" / "python"
 

@@ -275,10 +275,10 @@ class ModelPool(Generic[Plan, Engine]):
             self._leave(model, reason)
 
     def keep(self, name: str, seconds: float | None) -> None:
-        """Sets the time without a lease after which the model is unloaded; 0: it is drained now; -1: never; None: as it
-        was added. Only 0 affects a pinned one."""
+        """Sets the time without a lease after which the model is unloaded; 0: it is drained now, unless requests wait
+        for it to load; -1: never; None: as it was added. Only 0 affects a pinned one."""
         model = self.models[name]
-        if seconds == 0:
+        if seconds == 0 and not model.waiting:
             self.unload(name)
         model.ttl = model.usual_ttl if seconds is None or seconds == 0 else seconds
         self._changed.set()

@@ -42,11 +42,12 @@ def default_model() -> Path:
     return Path(subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
 
 
-def serve(*args: str | Path) -> Iterator[Serving]:
+def serve(*args: str | Path, key: str | None = KEY) -> Iterator[Serving]:
     # One data folder each: a folder serves one server.
+    keys = ["--api-key", key] if key else []
     with (
         tempfile.TemporaryDirectory() as data,
-        ServerProcess("--api-key", KEY, "--data-dir", data, *args, python=PYTHON) as process,
+        ServerProcess(*keys, "--data-dir", data, *args, python=PYTHON) as process,
     ):
         yield Serving(process.wait_ready())
 

@@ -30,6 +30,11 @@ def pins(path: Path) -> dict[str, str]:
 
 
 MAIN, OPENAI_3 = map(pins, REQUIREMENTS)
+PROGRAMS = {
+    name: pins(ROOT / "tests/clients" / folder / "requirements.txt")[name]
+    for name, folder in (("open-webui", "open_webui"), ("homeassistant", "home_assistant"))
+}
+"""Those with an environment of their own."""
 HERE = OPENAI_3 if version("openai") == OPENAI_3["openai"] else MAIN
 RUN_HERE = [(language, text) for language, text, names in BLOCKS if {normal(n) for n in names.split()} <= HERE.keys()]
 
@@ -43,9 +48,9 @@ def test_each_program_runs_in_one_of_the_two_environments() -> None:
 
 def test_the_versions_are_those_that_are_installed() -> None:
     listed = {normal(name): re.split(", ", versions) for name, versions in TABLE.items()}
-    assert len(listed) == 20
+    assert len(listed) == 22
     for name, versions in listed.items():
-        pinned = {pins[name] for pins in (MAIN, OPENAI_3) if name in pins}
+        pinned = {pins[name] for pins in (MAIN, OPENAI_3, PROGRAMS) if name in pins}
         assert set(versions) == pinned, name
 
 

@@ -447,6 +447,22 @@ def test_a_request_that_joins_a_load_at_the_moment_when_another_one_leaves_keeps
     run_in_virtual_time(main())
 
 
+def test_keeping_a_model_for_no_time_does_not_end_requests_that_wait_for_it() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1}, budget=1))
+        waiting = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(LOAD_S / 2)
+        pool.keep("a", 0)
+        await waiting
+        assert pool.models["a"].state == "loaded"
+        pool.keep("a", 0)
+        await asyncio.sleep(2 * CLOSE_S)
+        assert pool.models["a"].state == "unloaded"
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
 def test_unload_stops_a_load_and_ends_the_requests_that_wait_for_it() -> None:
     async def main() -> None:
         loader = FakeLoader({"a": 1, "b": 1}, budget=1)

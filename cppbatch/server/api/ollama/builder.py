@@ -78,7 +78,8 @@ async def load_or_unload(request: web.Request, body: ModelFields) -> DoneReason:
             return "load"
     models = request.app[MODELS]
     if models.router:
-        await models.unload(name_of(models, body.model), request.get(KEY))
+        entry = await models.entry(name_of(models, body.model), request.get(KEY))
+        models.keep(entry.name, 0)
         return "unload"
     lease = KeptLease(request, body)
     async with lease as found:
