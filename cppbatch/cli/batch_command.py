@@ -28,7 +28,7 @@ from cppbatch.cli.engine_options import (
 from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options
-from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option
+from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option, take_video_settings
 from cppbatch.config import SCALED_FILES, EngineConfig
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
 from cppbatch.regular_files import open_regular
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cppbatch.jobs.input.format import Endpoint
     from cppbatch.models.attention_times import RequestSizes
     from cppbatch.server.api.batches.offline import OfflineJob
+    from cppbatch.server.video import VideoSettings
 
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
@@ -185,6 +186,7 @@ def batch(
     retry_failed: bool,
     allowed_media_domains: tuple[str, ...],
     media_path: Path | None,
+    **arguments: Any,
 ) -> None:
     """Run every line of a file. The same command resumes an interrupted job.
 
@@ -200,10 +202,9 @@ def batch(
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
-    scaled = {name: [(Path(path).name, scale) for path, scale in getattr(config, name)] for name in SCALED_FILES}
-    given = {**config.model_changes, **{name: files for name, files in scaled.items() if files}}
-    changes = msgspec.json.decode(msgspec.json.encode(given))  # as a ledger has them
-    job, stamp = msgspec.structs.replace(job, model_changes=changes), input_stamp(job.input_format.path)
+    video = take_video_settings(arguments)
+    job = msgspec.structs.replace(job, model_changes=_changes(config, video))
+    stamp = input_stamp(job.input_format.path)
     with InputReader(job.input_format, URLS) as reader:
         first = reader.first()  # before anything is written
     has_prompts = isinstance(first, JobRequest) and first.is_plain
@@ -214,7 +215,10 @@ def batch(
         endpoint = begun or ("chat" if is_chat else "completions")
         job = msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, endpoint=endpoint))
     settings = ServerSettings(
-        chat_template=job.chat_template, allowed_media_domains=allowed_media_domains, media_path=media_path
+        chat_template=job.chat_template,
+        allowed_media_domains=allowed_media_domains,
+        media_path=media_path,
+        video=video,
     )
     with InputReader(job.input_format, URLS) as reader:
         job = job if overwrite else as_begun(job, say=_say)
@@ -263,6 +267,16 @@ def first_failure(errors: Path) -> str:
 
 def _say(line: str) -> None:
     click.echo(line, err=True)
+
+
+def _changes(config: EngineConfig, video: VideoSettings) -> dict[str, Any]:
+    """The given settings that change what answers say, as a ledger has them."""
+    scaled = {name: [(Path(path).name, scale) for path, scale in getattr(config, name)] for name in SCALED_FILES}
+    given = {**config.model_changes, **{name: files for name, files in scaled.items() if files}}
+    if video[:2] != type(video)()[:2]:
+        given |= {"video_fps": video.fps, "video_timestamp_interval": video.timestamp_interval}
+    changes: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
+    return changes
 
 
 class BatchProgress:
