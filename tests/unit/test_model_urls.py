@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,13 @@ def test_a_download_that_ended_before_its_file_was_renamed_is_not_stuck(model: b
         path = pull_url(f"{site.url}/m.gguf")
     assert path.read_bytes() == model
     assert [each.name for each in path.parent.iterdir()] == ["m.gguf"]
+
+
+def test_two_models_of_one_file_are_downloaded_once(model: bytes) -> None:
+    with Site({"/m.gguf": model}).running() as site, ThreadPoolExecutor(4) as threads:
+        paths = [threads.submit(pull_url, f"{site.url}/m.gguf") for _ in range(4)]
+        assert {path.result().read_bytes() for path in paths} == {model}
+        assert len(site.requests) == 1
 
 
 def test_all_parts_of_a_split_model_are_downloaded(model: bytes) -> None:
