@@ -21,8 +21,10 @@ from cppbatch.errors import InvalidRequest
 
 
 MediaKind = Literal["image", "audio"]
+SourceKind = Literal["image", "audio", "video"]
+"""A video becomes images and texts."""
 
-READABLE = "text, image_url, input_image, input_audio and audio_url"
+READABLE = "text, image_url, input_image, input_audio, audio_url, input_video and video_url"
 """The types of parts that can be read, for errors."""
 
 
@@ -46,14 +48,26 @@ class InputAudio(msgspec.Struct):
     """Instead of `data`: a URL, as in `MediaUrl`."""
 
 
+class InputVideo(msgspec.Struct):
+    """A video, as `InputAudio`."""
+
+    data: str | None = None
+    url: str | None = None
+
+
 class MediaSource(msgspec.Struct, frozen=True):
     """An image or audio clip as specified by the client: not decoded, not loaded, not checked."""
 
-    kind: MediaKind
+    kind: SourceKind
     field: str
     """Its name in errors."""
     url: str
     """A data URL, an http, https or file URL, or plain base64."""
+
+    @property
+    def read_as(self) -> MediaKind:
+        """What the model must be able to read."""
+        return "image" if self.kind == "video" else self.kind
 
     def part(self) -> Json:
         """The source as a message part."""
@@ -64,7 +78,7 @@ _MEDIA = "media"  # the type of a part whose "media" is a MediaSource, or what w
 
 
 class MediaFields(msgspec.Struct, kw_only=True):
-    """The fields of an image or audio part."""
+    """The fields of an image, audio or video part."""
 
     image_url: str | MediaUrl | None = None
     """For `image_url` and `input_image`."""
@@ -72,6 +86,10 @@ class MediaFields(msgspec.Struct, kw_only=True):
     """For `audio_url`."""
     input_audio: InputAudio | None = None
     """For `input_audio`."""
+    input_video: InputVideo | None = None
+    """For `input_video`."""
+    video_url: str | MediaUrl | None = None
+    """For `video_url`."""
 
     def source(self, kind: str, field: str) -> MediaSource | None:
         """The image or audio of a part of this type; None: another type. `field`: its name in errors.
@@ -82,14 +100,17 @@ class MediaFields(msgspec.Struct, kw_only=True):
             return _source("image", f"{field}.image_url", self.image_url)
         if kind == "audio_url":
             return _source("audio", f"{field}.audio_url", self.audio_url)
-        if kind != "input_audio":
+        if kind == "video_url":
+            return _source("video", f"{field}.video_url", self.video_url)
+        if kind not in ("input_audio", "input_video"):
             return None
-        given = self.input_audio or InputAudio()
+        is_audio = kind == "input_audio"
+        given = (self.input_audio or InputAudio()) if is_audio else (self.input_video or InputVideo())
         name, url = ("url", given.url) if given.data is None else ("data", given.data)
-        return _source("audio", f"{field}.input_audio.{name}", url)
+        return _source("audio" if is_audio else "video", f"{field}.{kind}.{name}", url)
 
 
-def _source(kind: MediaKind, field: str, given: str | MediaUrl | None) -> MediaSource:
+def _source(kind: SourceKind, field: str, given: str | MediaUrl | None) -> MediaSource:
     if isinstance(given, MediaUrl):
         field, given = f"{field}.url", given.url
     if not given:
@@ -105,7 +126,8 @@ def media_of(messages: list[Json]) -> Iterator[Any]:
 
 
 def with_media(messages: list[Json], loaded: list[Any]) -> list[Json]:
-    """The conversation with its images and audio replaced by these. Returns new messages."""
+    """The conversation with its images and audio replaced by these; a list of texts and images replaces a video.
+    Returns new messages."""
     each = iter(loaded)
 
     def replace(content: list[Json]) -> list[Json]:
@@ -123,7 +145,7 @@ def without_unreadable_results(messages: list[Json], readable: Collection[str]) 
     takes = " and ".join([*readable, "text"])
 
     def note(part: Json) -> Json:
-        if part["type"] != _MEDIA or part["media"].kind in readable:
+        if part["type"] != _MEDIA or part["media"].read_as in readable:
             return part
         return {"type": "text", "text": f"[{part['media'].kind} omitted: this model accepts only {takes} input]"}
 
@@ -196,7 +218,8 @@ class Placeholders:
         text, after_medium = "", False
         for part in content:  # a line for each text, and no line break around a medium, as in llama-server
             if part["type"] == _MEDIA:
-                text += self._placeholder(part["media"])
+                of_part = part["media"] if isinstance(part["media"], list) else [part["media"]]
+                text += "".join(each if isinstance(each, str) else self._placeholder(each) for each in of_part)
             else:
                 text += ("\n" if text and not after_medium else "") + (part.get("text") or "")
             after_medium = part["type"] == _MEDIA
@@ -228,7 +251,7 @@ class ContentPart(MediaFields, kw_only=True):
     """A part of a message: text, an image or audio."""
 
     type: str
-    """`text`, `refusal`, `image_url`, `input_image`, `input_audio` or `audio_url`."""
+    """`text`, `refusal`, or a type of `MediaFields`."""
     text: str | None = None
     refusal: str | None = None
 

@@ -28,7 +28,7 @@ from cppbatch.cli.engine_options import (
 from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options
-from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option
+from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option, take_video_settings
 from cppbatch.config import SCALED_FILES, EngineConfig
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
 from cppbatch.regular_files import open_regular
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cppbatch.jobs.journal import Journal
     from cppbatch.models.attention_times import RequestSizes
     from cppbatch.server.api.batches.offline import OfflineJob
+    from cppbatch.server.video import VideoSettings
 
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
@@ -196,10 +197,8 @@ def unless_finished(command: Command) -> Command:
         from cppbatch.jobs.job_request import JobRequest
         from cppbatch.server.api.batches.handler import URLS
 
-        scaled = {name: [(Path(path).name, scale) for path, scale in getattr(config, name)] for name in SCALED_FILES}
-        given = {**config.model_changes, **{name: files for name, files in scaled.items() if files}}
-        changes = msgspec.json.decode(msgspec.json.encode(given))  # as a ledger has them
-        job = msgspec.structs.replace(job, model_changes=changes)
+        video = take_video_settings(arguments)
+        job = msgspec.structs.replace(job, model_changes=_changes(config, video))
         with InputReader(job.input_format, URLS) as reader:
             first = reader.first()  # before anything is written
         has_prompts = isinstance(first, JobRequest) and first.is_plain
@@ -218,7 +217,13 @@ def unless_finished(command: Command) -> Command:
         for line in lines:
             _say(line)
         return command(
-            config=config, job=job, has_prompts=has_prompts, overwrite=overwrite, retry_failed=retry_failed, **arguments
+            config=config,
+            job=job,
+            has_prompts=has_prompts,
+            video=video,
+            overwrite=overwrite,
+            retry_failed=retry_failed,
+            **arguments,
         )
 
     return with_unfinished
@@ -297,6 +302,7 @@ def batch(
     retry_failed: bool,
     allowed_media_domains: tuple[str, ...],
     media_path: Path | None,
+    video: VideoSettings,
 ) -> None:
     """Run every line of a file. The same command resumes an interrupted job.
 
@@ -314,7 +320,10 @@ def batch(
 
     stamp = input_stamp(job.input_format)
     settings = ServerSettings(
-        chat_template=job.chat_template, allowed_media_domains=allowed_media_domains, media_path=media_path
+        chat_template=job.chat_template,
+        allowed_media_domains=allowed_media_domains,
+        media_path=media_path,
+        video=video,
     )
     with InputReader(job.input_format, URLS) as reader:
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)
@@ -354,6 +363,16 @@ def first_failure(errors: Path) -> str:
 
 def _say(line: str) -> None:
     click.echo(line, err=True)
+
+
+def _changes(config: EngineConfig, video: VideoSettings) -> dict[str, Any]:
+    """The given settings that change what answers say, as a ledger has them."""
+    scaled = {name: [(Path(path).name, scale) for path, scale in getattr(config, name)] for name in SCALED_FILES}
+    given = {**config.model_changes, **{name: files for name, files in scaled.items() if files}}
+    if video[:2] != type(video)()[:2]:
+        given |= {"video_fps": video.fps, "video_timestamp_interval": video.timestamp_interval}
+    changes: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
+    return changes
 
 
 class BatchProgress:

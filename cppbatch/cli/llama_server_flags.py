@@ -91,7 +91,6 @@ _WAITING = "OMP_WAIT_POLICY controls how compute threads wait"
 _PRIORITY = "set the priority with nice or a systemd unit"
 _ADAPTS = "drafts adapt to their acceptance and the cost of a step"
 _NGRAMS = "matches of several lengths count by how often they were right; --spec-draft-n-max limits the drafts"
-_VIDEO = "no video is read, only images and audio"
 _OWN_PAGE = "this server's web page has its own settings"
 _NO_TOOLS = "the server runs no tools: clients run those that a model calls"
 
@@ -158,9 +157,6 @@ UNNEEDED = (
     UnneededFlag("--spec-synth-rates", "it is for benchmarks: the model decides which drafts are accepted", "P,..."),
     UnneededFlag("-lcs --lookup-cache-static", "drafts come from earlier texts in memory (--spec)", "FILE"),
     UnneededFlag("-lcd --lookup-cache-dynamic", "drafts come from earlier texts in memory (--spec)", "FILE"),
-    UnneededFlag("--video-fps", _VIDEO, "N"),
-    UnneededFlag("--video-timestamp-interval", _VIDEO, "N"),
-    UnneededFlag("--video-ffmpeg-dir", _VIDEO, "DIR"),
     UnneededFlag("--ui-config --webui-config", _OWN_PAGE, "JSON"),
     UnneededFlag("--ui-config-file --webui-config-file", _OWN_PAGE, "FILE"),
     UnneededFlag("--no-ui-mcp-proxy --no-webui-mcp-proxy", "the server is never a proxy for other hosts"),

@@ -32,6 +32,7 @@ _GROUPS = {  # *: the engine's settings under this heading
     "Limits": "* max_concurrent max_concurrent_per_key request_timeout idle_timeout sse_ping_interval drain_timeout "
     "max_tokens max_n max_prompts_per_batch max_body_mb max_file_mb max_media max_media_mb",
     "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path allowed_media_domains media_path "
+    "video_fps video_timestamp_interval video_ffmpeg_dir "
     "metrics slots props webui static_path",
     "Sampling": f"n_predict {' '.join(PARAMS)} json_schema json_schema_file guided_choice grammar grammar_file "
     "compact_json logit_bias stop shows_special escapes",

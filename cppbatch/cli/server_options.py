@@ -15,6 +15,7 @@ from cppbatch.cli.engine_options import Choice, Command, Switch, option, split_l
 from cppbatch.cli.sampling_options import sampling_default_options
 from cppbatch.config import EngineConfig
 from cppbatch.errors import LibraryError
+from cppbatch.server.video import VideoSettings
 
 
 def _find_template(_context: object, _option: object, given: str | None) -> str | None:
@@ -95,8 +96,28 @@ MEDIA_OPTIONS = [
         type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True), default=None,
         help="Folder of images and audio files that requests may reference as file:// URLs. Default: none.",
     ),
+    option(
+        "--video-fps", llama_env="LLAMA_ARG_VIDEO_FPS", type=click.FloatRange(0.01, 120), default=4.0, metavar="N",
+        help="Frames of a video that a model reads, per second. Videos need ffmpeg.",
+    ),
+    option(
+        "--video-timestamp-interval", llama_env="LLAMA_ARG_VIDEO_TIMESTAMP_INTERVAL", type=click.IntRange(min=0),
+        default=5000, metavar="MS", help="Milliseconds between the times in the text of a video; 0: none.",
+    ),
+    option(
+        "--video-ffmpeg-dir", llama_env="LLAMA_ARG_VIDEO_FFMPEG_DIR", metavar="DIR", default=None,
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="Folder of ffmpeg. Default: it is searched in PATH.",
+    ),
 ]  # fmt: skip
 """For every command that answers requests of clients."""
+
+
+def take_video_settings(arguments: dict[str, Any]) -> VideoSettings:
+    """The values of the options of videos, which are removed."""
+    return VideoSettings(
+        arguments.pop("video_fps"), arguments.pop("video_timestamp_interval"), arguments.pop("video_ffmpeg_dir")
+    )
 
 
 def _limit(_context: click.Context, _parameter: click.Parameter, tokens: int) -> int | None:
@@ -412,6 +433,7 @@ def server_options(command: Command) -> Command:
             slot_save_path=arguments.pop("slot_save_path"),
             allowed_media_domains=arguments.pop("allowed_media_domains"),
             media_path=arguments.pop("media_path"),
+            video=take_video_settings(arguments),
             predict_path=_predict_path(),
             strict_model=arguments.pop("strict_model"),
             props=arguments.pop("props"),

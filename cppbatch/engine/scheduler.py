@@ -620,9 +620,9 @@ class Scheduler:
 class PoolingScheduler(Scheduler):
     """For models that return vectors: each sequence is computed whole, in one step, and leaves immediately.
 
-    A step is filled with whole prompts in order of rank. A prompt that does not fit into the rest of the step is
-    skipped; the first waiting sequence always fits into the next step, so no request starves. Nothing is preempted,
-    swapped or shared: sequences hold no cells between steps.
+    A step is filled with whole prompts in order of rank. A prompt that does not fit into the rest of the step, or has
+    other control vectors, is skipped; the first waiting sequence always fits into the next step, so no request starves.
+    Nothing is preempted, swapped or shared: sequences hold no cells between steps.
     """
 
     def plan(self) -> StepPlan:
@@ -631,8 +631,10 @@ class PoolingScheduler(Scheduler):
         for sequence in self.waiting[: _MAX_LOOKED_AT * self.n_parallel]:
             if len(plan.admitted) == self.n_parallel:
                 break
-            if plan.n_tokens + sequence.n_tokens <= self._step_tokens:
+            is_alike = not plan.admitted or sequence.adapters == plan.adapters
+            if is_alike and plan.n_tokens + sequence.n_tokens <= self._step_tokens:
                 self._kv.admit(sequence)
+                plan.adapters = sequence.adapters
                 plan.admitted.append(sequence)
                 plan.chunks.append((sequence, sequence.n_tokens))
                 plan.n_tokens += sequence.n_tokens

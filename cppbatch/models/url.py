@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import re
 import shutil
+import threading
 import urllib.request
 from collections.abc import Callable
 from email.message import Message
@@ -23,6 +24,8 @@ TIMEOUT_S = 30
 _CHUNK = 1 << 20
 _UNSAFE = re.compile(r"[^\w.-]+")
 _PARTIAL, _RANGE_REFUSED = 206, 416
+
+_LOCKS: dict[Path, threading.Lock] = {}  # of files that this process downloads
 
 Say = Callable[[str], object]
 
@@ -71,8 +74,12 @@ def download(url: str, target: Path, say: Say, *, authorization: str = "", sha25
     `authorization`: for this host only, not for the one it redirects to. `sha256`: of the file, in hexadecimal; "":
     unknown. Raises `ModelError`.
     """
-    if target.is_file():
-        return
+    with _LOCKS.setdefault(target, threading.Lock()):
+        if not target.is_file():
+            _download(url, target, say, authorization, sha256)
+
+
+def _download(url: str, target: Path, say: Say, authorization: str, sha256: str) -> None:
     part, tag_file = (target.with_name(f"{target.name}.part{end}") for end in ("", ".etag"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

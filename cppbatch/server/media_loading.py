@@ -17,13 +17,14 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from cppbatch.chat.messages import MediaSource, media_of, with_media, without_unreadable_results
-from cppbatch.engine.media.sources import check_media, decode_media, is_remote, refuse_unreadable
+from cppbatch.engine.media.sources import check_media, decode_data, is_remote, refuse_unreadable
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt, Prompt
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.http.hosts import MediaDomains
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
+from cppbatch.server.video import read_video
 
 Json = dict[str, Any]
 
@@ -37,7 +38,7 @@ class MediaLoader:
         self._limits, self._settings, self._info = settings.limits, settings, info
         self._budget = ByteBudget(settings.limits.max_media_bytes)
         self._fetched: dict[str, bytes | InvalidRequest] = {}
-        self._loaded: dict[tuple[str, str], Media] = {}  # by kind and URL
+        self._loaded: dict[tuple[str, str], list[str | Media]] = {}  # by kind and URL
 
     async def fetch(self, conversations: Iterable[list[Json]]) -> None:
         """Fetches media from other hosts, unless they are refused unread. Raises the same errors as `load`."""
@@ -61,11 +62,12 @@ class MediaLoader:
             return messages
         left = self._limits.max_media_bytes
         for source in sources:
-            left -= len(self._media(source).data)
+            left -= sum(len(each.data) for each in self._media(source) if isinstance(each, Media))
             if left < 0:
                 limit = f"{self._limits.max_media_mb} MiB (--max-media-mb)"
                 raise InvalidRequest(source.field, f"makes the request's images and audio larger than {limit}")
-        return with_media(messages, [self._media(source) for source in sources])
+        found = [self._media(source) for source in sources]
+        return with_media(messages, [each if len(each) > 1 else each[0] for each in found])
 
     def _sources(self, messages: list[Json]) -> list[MediaSource]:
         """The media, not loaded yet. Raises `InvalidRequest` if the model does not support them, and for too many."""
@@ -77,10 +79,15 @@ class MediaLoader:
             raise InvalidRequest(sources[most].field, message)
         return sources
 
-    def _media(self, source: MediaSource) -> Media:
+    def _media(self, source: MediaSource) -> list[str | Media]:
+        """An image or audio clip, or the texts and images of a video."""
         key = source.kind, source.url
         if key not in self._loaded:
-            self._loaded[key] = check_media(source, self._bytes(source)) if is_remote(source) else decode_media(source)
+            data = self._bytes(source) if is_remote(source) else decode_data(source)
+            is_video, limit = source.kind == "video", self._limits.max_media_bytes
+            self._loaded[key] = (
+                read_video(source.field, data, self._settings.video, limit) if is_video else [check_media(source, data)]
+            )
         return self._loaded[key]
 
     def _bytes(self, source: MediaSource) -> bytes:
@@ -186,7 +193,7 @@ async def _fetch(field: str, address: str, domains: MediaDomains, budget: ByteBu
         url = URL(address)
         for _ in range(_MOST_REDIRECTS + 1):
             _check(field, url, domains)
-            headers = {"Accept": "image/*, audio/*", "Accept-Encoding": "identity"}
+            headers = {"Accept": "image/*, audio/*, video/*", "Accept-Encoding": "identity"}
             async with session.get(url, allow_redirects=False, headers=headers) as response:
                 if response.status in _REDIRECTS and (location := response.headers.get("Location")):
                     url = url.join(URL(location))

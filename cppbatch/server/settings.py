@@ -18,6 +18,7 @@ from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.hosts import ANY_ORIGIN, LOCAL, HostNames, MediaDomains, check_origin
 from cppbatch.server.http.limits import Limits
+from cppbatch.server.video import VideoSettings
 
 _MAX_DRAIN = 86400
 MOST_NORM = 100
@@ -63,6 +64,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The hosts from which images and audio may be fetched (`MediaDomains`); empty: none."""
     media_path: Path | None = None
     """The folder of images and audio that requests may reference as file:// URLs; None: no such URLs."""
+    video: VideoSettings = VideoSettings()
+    """How videos are read."""
     predict_path: str | None = None
     """The path of Vertex AI's predictions; None: not served."""
     props: bool = False

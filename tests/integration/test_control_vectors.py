@@ -234,6 +234,23 @@ async def test_over_http_each_request_chooses_its_control_vectors(
         assert (status, error["error"]["param"]) == (400, "control_vectors")
 
 
+def test_embeddings_are_those_of_their_control_vectors_in_one_batch(deep: Path, files: dict[str, Path]) -> None:
+    def vectors(scale: float, *wanted: Scales | None) -> list[Any]:
+        settings = settings_of(files, {"calm": scale}, {})
+        with BatchInferenceEngine(deep, n_ctx=512, n_parallel=4, pooling="mean", **settings) as engine:
+            ids = [engine.add_request(STORY, task="embed", control_vectors=each) for each in wanted]
+            found = dict[str, Any]()
+            while engine.has_work:
+                found |= {event.request_id: np.frombuffer(event.embedding or b"", "<f4") for event in engine.step()}
+        return [found[each] for each in ids]
+
+    plain, calm = vectors(0, None)[0], vectors(1, None)[0]
+    assert np.abs(np.subtract(plain, calm)).max() > 1e-2
+    together = vectors(1, None, {}, {"calm": 1}, {"calm": 0})
+    for found, expected in zip(together, (calm, plain, calm, plain), strict=True):
+        assert np.allclose(found, expected, rtol=0, atol=1e-5)
+
+
 # --- saved states -----------------------------------------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ BAD_CHATS = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "messages[0].content[0].image_url",
     ),
-    "a video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0]"),
+    "a file": ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0]"),
     "content of another type": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "a tool without its function": ({**HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
     "a schema that is none": (

@@ -8,10 +8,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cppbatch.models.synthetic import LlamaShape
+from cppbatch.models.synthetic import LlamaShape, write_lora
+from tests.integration.test_control_vectors import control_vector
 from tests.support import tiny_models
+from tests.support.file_site import Registry
 from tests.support.server_process import ServerProcess
 
 Json = dict[str, Any]
@@ -88,3 +91,51 @@ def test_a_refused_flag_ends_the_command_with_the_reason(tiny_llama: Path) -> No
         assert server.process.wait(60) == 2
         server.stop()
         assert "--tools: the server runs no tools" in "".join(server.errors)
+
+
+def test_a_container_whose_variables_name_a_model_of_a_registry(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Registry({"ai/smol:135M-Q4_0": [tiny_llama.read_bytes()]}).running() as registry:
+        env = {
+            "LLAMA_ARG_DOCKER_REPO": "smol:135M-Q4_0",
+            "LLAMA_ARG_CTX_SIZE": "512",
+            "LLAMA_ARG_N_PARALLEL": "2",
+            "LLAMA_ARG_ENDPOINT_METRICS": "1",
+            "CPPBATCH_DOCKER_REGISTRY": registry,
+            "CPPBATCH_MODELS": str(tmp_path),
+        }
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with ServerProcess("--no-webui", *SMALL) as server:
+            url = server.wait_ready().url
+            assert fetch(f"{url}/v1/models")["data"][0]["id"] == "smol-135M-Q4_0"
+            assert fetch(f"{url}/completion", {"prompt": "a", "n_predict": 2})["tokens_predicted"] == 2
+            assert len(fetch(f"{url}/slots")) == 2
+
+
+def test_an_embedding_server(tmp_path: Path) -> None:
+    model = tiny_models.encoder_only(tmp_path / "vectors.gguf")
+    line = "--embedding --pooling mean -ub 256 -b 256 -np 4 --embd-normalize -1 -ngl 0"
+    with ServerProcess("-m", model, *line.split(), *SMALL) as server:
+        url = server.wait_ready().url
+        answer = fetch(f"{url}/v1/embeddings", {"input": ["a", "b c"]})
+        norms = [sum(x * x for x in each["embedding"]) for each in answer["data"]]
+        assert len(norms) == 2
+        assert all(abs(norm - 1) > 1e-3 for norm in norms)
+
+
+def test_a_server_with_adapters_and_a_control_vector_that_requests_choose(tiny_llama: Path, tmp_path: Path) -> None:
+    style = write_lora(tmp_path / "style.gguf", seed=1)
+    calm = control_vector(tmp_path / "calm.gguf", {1: np.linspace(-1, 1, 64)})
+    line = f"--lora-scaled {style}:0.5 --lora-init-without-apply --control-vector-scaled {calm}:0 -n 8 --temp 0"
+    with ServerProcess("-m", tiny_llama, *line.split(), *SMALL) as server:
+        url = server.wait_ready().url
+
+        def text(**fields: Any) -> str:
+            return str(fetch(f"{url}/completion", {"prompt": "The river", "ignore_eos": True, **fields})["content"])
+
+        plain = text()
+        assert text(control_vectors={"calm": 3}) != plain
+        assert text(lora=[{"id": 0, "scale": 1}]) != plain
+        assert text(lora=[], control_vectors={}) == plain

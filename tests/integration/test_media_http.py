@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import struct
 import sys
 import zlib
@@ -274,7 +275,8 @@ async def test_audio_is_heard(hearing: Http) -> None:
 async def test_a_server_reports_the_modalities_of_its_model(seeing: Http, hearing: Http) -> None:
     for http, vision, audio in ((seeing, True, False), (hearing, False, True)):
         props = await (await http.get("/props")).json()
-        assert props["modalities"] == {"vision": vision, "audio": audio, "video": False}
+        has_video = vision and shutil.which("ffmpeg") is not None
+        assert props["modalities"] == {"vision": vision, "audio": audio, "video": has_video}
         (model,) = (await (await http.get("/v1/models")).json())["data"]
         kinds = ["text", "image" if vision else "audio"]
         assert model["architecture"] == {"input_modalities": kinds, "output_modalities": ["text"]}

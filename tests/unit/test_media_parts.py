@@ -75,7 +75,7 @@ def test_a_part_is_the_file_that_it_has(part: Json, expected: Media) -> None:
 AT = "messages[0].content[0].image_url"
 
 REFUSED = {
-    "a video": ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content[0]", "supported types are text"),
+    "a video": ({"type": "video_url", "video_url": "eA=="}, "messages[0].content[0].video_url", "only a server reads"),
     "a file": ({"type": "file", "file": {}}, "messages[0].content[0]", "'file'"),
     "no image": ({"type": "image_url"}, AT, "required"),
     "no audio": ({"type": "input_audio"}, "messages[0].content[0].input_audio.url", "required"),

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cppbatch.chat.chat_format import PreparedChat
-from cppbatch.chat.messages import MediaKind, MediaSource, media_of, with_media
+from cppbatch.chat.messages import MediaKind, MediaSource, SourceKind, media_of, with_media
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt
 from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
-_NAMES: dict[MediaKind, str] = {"image": "an image", "audio": "audio"}
+_NAMES: dict[SourceKind, str] = {"image": "an image", "audio": "audio", "video": "a video"}
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WHITESPACE = b" \t\r\n"
 _PIECE = 1 << 20
@@ -57,7 +57,7 @@ def is_remote(source: MediaSource) -> bool:
 
 def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
     """Raises `InvalidRequest` for images or audio that the model does not support, before anything is decoded."""
-    if source.kind in info.modalities:
+    if source.read_as in info.modalities:
         return
     if info.modalities:
         takes = " and ".join([*info.modalities, "text"])
@@ -67,6 +67,11 @@ def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
 
 
 def decode_media(source: MediaSource) -> Media:
+    """The image or audio of a data URL or of plain base64. Raises `InvalidRequest`."""
+    return check_media(source, decode_data(source))
+
+
+def decode_data(source: MediaSource) -> bytes:
     """The bytes of a data URL or of plain base64. Raises `InvalidRequest`."""
     if is_remote(source):
         message = f"is {source.url!r:.80}; it must be a data URL such as data:image/png;base64,..., or a file path"
@@ -77,7 +82,7 @@ def decode_media(source: MediaSource) -> Media:
         if not comma or not head.lower().endswith(";base64"):
             message = f"is {head!r:.60}; a data URL must have the form data:image/png;base64,..."
             raise InvalidRequest(source.field, message)
-    return check_media(source, from_base64(source.field, text))
+    return from_base64(source.field, text)
 
 
 def source_of_data(field: str, text: str) -> MediaSource:
@@ -95,6 +100,8 @@ def source_of_data(field: str, text: str) -> MediaSource:
 def check_media(source: MediaSource, data: bytes) -> Media:
     """The bytes as an image or audio. Raises `InvalidRequest` if they are not in a supported format, regardless of
     headers and file names."""
+    if source.kind == "video":
+        raise InvalidRequest(source.field, "is a video, which only a server reads; send its frames as images")
     found = _format_of(data)
     if found is None:
         wanted = ", ".join(form.name for form in _all_formats() if form.kind == source.kind)
@@ -136,7 +143,7 @@ def _with_files(field: str, message: Mapping[str, object]) -> Mapping[str, objec
 
 
 def _file_part(field: str, part: object) -> object:
-    if not isinstance(part, Mapping) or part.get("type") not in _NAMES:
+    if not isinstance(part, Mapping) or part.get("type") not in ("image", "audio"):
         return part
     path, data = part.get("path"), part.get("data")
     if isinstance(path, (str, Path)):

@@ -55,6 +55,12 @@ class Modalities(msgspec.Struct, frozen=True, kw_only=True):
     audio: bool = False
 
 
+def _modalities(serving: Serving) -> Modalities:
+    known = serving.info.modalities
+    has_video = "image" in known and serving.settings.video.ffmpeg is not None
+    return Modalities(vision="image" in known, video=has_video, audio="audio" in known)
+
+
 class Props(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /props`."""
 
@@ -162,7 +168,7 @@ async def props(request: web.Request) -> web.Response:
                 total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
                 model_alias=serving.name,
                 model_path=info.path,
-                modalities=Modalities(vision="image" in info.modalities, audio="audio" in info.modalities),
+                modalities=_modalities(serving),
                 n_keep=serving.client.config.n_keep if serving.client.config.context_shift else None,
                 media_marker=MEDIA_MARKER,
                 chat_template=serving.template or CHATML,
