@@ -148,12 +148,12 @@ export function JobForm({server, onStarted}) {
     setReading(true);
     const {texts, skipped, blob} = await readFiles(files);
     setReading(false);
-    setRefused(skipped.map(({file, reason}) => `${file} was left out: ${reason}.`));
+    setRefused(skipped);
     setWaiting([]);
     const name = folder || (files.length > 1 ? plural(files.length, 'file') : files[0].name);
     return open(texts.length ? {name, blob, kind: 'jsonl', texts, files} : null);
   };
-  const refusals = refused.length > 0 && html`<${Notice} kind="error" onClose=${() => setRefused([])}>
+  const refusals = refused.length > 0 && html`<${Notice} kind=${source ? 'warning' : 'error'} onClose=${() => setRefused([])}>
     ${refused.map((text) => html`<p>${text}</p>`)}<//>`;
 
   const isBare = server.info.props?.has_chat_template === false; // its prompts are texts, as in `cppbatch batch`
@@ -202,8 +202,8 @@ export function JobForm({server, onStarted}) {
   return html`${refusals}<section class="card stack" aria-label="New job">
     <div class="row"><h2 class="grow name">${source.name}</h2>
       <span class="muted">${bytes(source.blob.size)}</span></div>
-    ${source.texts ? html`<div class="row"><p class="grow">${plural(source.texts.length, 'file')}, each one prompt${
-        tokens && `: ${tokens.isExact ? '' : 'about '}${plural(tokens.tokens, 'token')}`}. Results have their names.</p>
+    ${source.texts ? html`<div class="row"><p class="grow">${plural(source.texts.length, 'file')}, ${source.texts.length > 1 && 'each '}one prompt${
+        tokens && `: ${tokens.isExact ? '' : 'about '}${plural(tokens.tokens, 'token')}`}. Results have the names of files.</p>
       ${source.files.length > 1 && source.files.every(({name}) => /\.txt$/i.test(name)) && html`<${Button}
         onClick=${() => take(source.files)}>Read each line as a prompt<//>`}</div>`
     : html`<${Field} label="Format"><select value=${source.kind}
