@@ -102,7 +102,7 @@ FOLDER = """
     return {readEntries: (use) => use(some.shift())}
   }})
   const entry = folder('texts', file('a.txt', '1'), folder('sub', file('b.txt', '2'), file('c.txt', '3')))
-  const found = await m.droppedFiles({items: [{webkitGetAsEntry: () => entry}], files: []})
+  const found = await m.droppedFiles([entry], [])
   return [found.folder, found.files.map(({path}) => path)]
 """
 

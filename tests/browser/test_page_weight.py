@@ -16,7 +16,16 @@ from tests.support.server_process import ServerProcess
 
 MAX_BYTES = 300_000
 MAX_FIRST = 20
-ON_DEMAND = ("vendor/katex/", "vendor/highlight/", "formula.js", "highlight.js", "chat/context_meter.js")
+ON_DEMAND = (
+    "vendor/katex/",
+    "vendor/highlight/",
+    "formula.js",
+    "highlight.js",
+    "chat/context_meter.js",
+    "chat/attachments.js",
+    "documents.js",
+    "jobs/job_files.js",
+)
 MAX_MS = 200
 USABLE = """
 new MutationObserver((changes, observer) => {

@@ -10,10 +10,9 @@ const N_SKIPPED = 8; // of which a sentence is shown
 const N_COUNTED = 20; // texts whose tokens are counted; of more, they are estimated
 const COUNTED = 100_000; // characters of each
 
-/** The files of a drop, with those of its folders. Their `path` is the name below the folder. Called in the event itself. */
-export async function droppedFiles({items, files}) {
-  const entries = [...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
-  if (!entries.some((entry) => entry.isDirectory)) return {files: [...files], folder: null};
+/** The files of a drop and of its folders, given the entries of its items. Their `path` is the name below the folder. */
+export async function droppedFiles(entries, files) {
+  if (!entries.some((entry) => entry.isDirectory)) return {files, folder: null};
   const found = [];
   const walk = async (entry, path) => {
     if (entry.isFile) {
