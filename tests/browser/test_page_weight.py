@@ -20,7 +20,7 @@ MAX_FIRST_VISIT = 62_183  # bytes: what it was before files in the chat, diagram
 ON_DEMAND = (
     "vendor/katex/", "vendor/highlight/", "vendor/mermaid.js", "formula.js", "highlight.js", "diagram",
     "chat/context_meter.js", "chat/exchange.js", "chat/conversation_files.js", "chat/settings_dialog.js",
-    "chat/rename_dialog.js", "models/hub_dialog.js",
+    "chat/rename_dialog.js", "models/hub_dialog.js", "chat/attachments.js", "documents.js", "jobs/job_files.js",
 )  # fmt: skip
 MAX_MS = 200
 

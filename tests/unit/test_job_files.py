@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import zipfile
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_a_single_file_has_lines_unless_its_format_has_none(tmp_path: Path, name
 
 
 def test_files_that_are_skipped_are_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pypdf", None)
+    monkeypatch.setitem(sys.modules, "pypdf", None)
     texts(tmp_path, a_txt="text", logo_png=b"\x89PNG\0", empty_txt=" \n", report_pdf=b"%PDF-1.4")
     texts(tmp_path / ".git", config="x")
     texts(tmp_path, _hidden="x")
@@ -108,10 +109,12 @@ def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
         find_inputs([tmp_path], say_nothing)
 
 
-def test_inputs_of_different_kinds_are_refused(tmp_path: Path) -> None:
+def test_inputs_that_are_not_several_texts_are_refused(tmp_path: Path) -> None:
     texts(tmp_path / "in", a_txt="1")
     with pytest.raises(ConfigError, match="give one folder, one zip file, or several files"):
         find_inputs([tmp_path / "in", tmp_path / "in" / "a.txt"], say_nothing)
+    with pytest.raises(ConfigError, match=r"a\.jsonl: has a prompt in each line or row; give it alone"):
+        find_inputs([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], say_nothing)
     with pytest.raises(ConfigError, match="file not found"):
         find_inputs([tmp_path / "b.txt", tmp_path / "in" / "a.txt"], say_nothing)
 
@@ -121,6 +124,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_that_file(tmp_path: Path, mon
         raise UnreadableFile("contains no text")
 
     monkeypatch.setattr(files, "pdf_text", no_text)
+    monkeypatch.setattr(files, "require", lambda module, what: None)
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
     texts(tmp_path, a_txt="text", b_txt=b"x" * 5000 + b"\xff", c_pdf=b"%PDF-1.4", d_txt=b"x" * ((1 << 20) + 1))
     found = {entry.custom_id: entry for entry in entries(tmp_path)}

@@ -165,6 +165,8 @@ def _reason_to_skip(files: FileSet, name: str) -> str:
 
 _PROMPTS = (".zip", ".pdf", ".md")
 """The extensions of single files that are not lines of prompts."""
+_LINES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
+"""Those of files that are refused beside others: each would be one prompt."""
 
 
 def are_prompts(paths: Sequence[Path]) -> bool:
@@ -184,6 +186,8 @@ def find_inputs(paths: Sequence[Path], say: Callable[[str], None]) -> tuple[Path
         for path in paths:
             if path.is_dir() or path.suffix.lower() == ".zip":
                 raise ConfigError(f"{path}: give one folder, one zip file, or several files")
+            if path.suffix.lower() in _LINES:
+                raise ConfigError(f"{path}: has a prompt in each line or row; give it alone, or a folder with it")
             if not path.exists():
                 raise ConfigError(f"{path}: file not found")
         folder = Path(os.path.commonpath([os.path.abspath(path.parent) for path in paths]))

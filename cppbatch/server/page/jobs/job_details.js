@@ -82,10 +82,12 @@ function Failures({results, errors}) {
 
 function Results({results, rows}) {
   const [shown, setShown] = useState(SHOWN);
-  const names = Object.keys(rows.get(results.at(-1)?.id) ?? {}).slice(0, 3);
+  const columns = Object.keys(rows.get(results.at(-1)?.id) ?? {}).slice(0, 3);
+  const areFiles = `${columns}` === 'file'; // which are named by it
+  const names = areFiles ? [] : columns;
   return results.length > 0 && html`<h2>Results, newest first</h2>
     <${Table} caption="Results" rows=${results.slice(-shown).reverse()} rowKey=${(row) => row.id} columns=${[
-    {label: 'Line', render: (row) => text(row.id)},
+    {label: areFiles ? 'File' : 'Line', render: (row) => text(row.id)},
     ...names.map((name) => ({label: name.slice(0, 40), render: (row) => text(rows.get(row.id)?.[name])})),
     {label: 'Answer', render: (row) => text(row.answer)},
     {label: 'Tokens', align: 'end', render: (row) => count(row.completion_tokens)},
@@ -93,10 +95,13 @@ function Results({results, rows}) {
     ${results.length > shown && html`<div><${Button} onClick=${() => setShown(shown + SHOWN)}>Show more<//></div>`}`;
 }
 
-/** The sampling settings of a job, by their names: what it was started with, as JSON. */
+/** The settings of a job, by their names: what it was started with, as JSON. */
 function settingsOf({settings, ...others}) {
   try {
-    return {...others, ...JSON.parse(settings ?? '{}')};
+    const {guided_choice: choices, json_schema: schema, ...sampling} = JSON.parse(settings ?? '{}');
+    const columns = schema?.properties && {answer_columns: Object.keys(schema.properties).join(', ')};
+    const answer = choices ? {allowed_answers: choices.join(', ')} : columns ?? (schema && {json_schema: schema});
+    return {...others, ...sampling, ...answer};
   } catch {
     return {...others, settings}; // cut off by the limit of metadata, or of another program
   }

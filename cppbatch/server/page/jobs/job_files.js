@@ -1,18 +1,18 @@
 // Files that are one prompt each: of a folder, of a zip file, or several. They become lines of JSON with `file` and `text`.
 import {tokensOf} from '../chat/context_meter.js';
 import {documentTexts, isPdf} from '../documents.js';
-import {bytes} from '../format.js';
+import {bytes, plural} from '../format.js';
 
 const LARGEST = 1 << 24; // bytes of a text: of a line, too
 const LINES = /\.(jsonl|ndjson|json|csv|tsv)$/i;
 const PROMPTS = /\.(zip|pdf|md)$/i; // a single one has no lines of prompts
+const N_SKIPPED = 8; // of which a sentence is shown
 const N_COUNTED = 20; // texts whose tokens are counted; of more, they are estimated
 const COUNTED = 100_000; // characters of each
 
-/** The files of a drop, with those of its folders. Their `path` is the name below the folder. Called in the event itself. */
-export async function droppedFiles({items, files}) {
-  const entries = [...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
-  if (!entries.some((entry) => entry.isDirectory)) return {files: [...files], folder: null};
+/** The files of a drop and of its folders, given the entries of its items. Their `path` is the name below the folder. */
+export async function droppedFiles(entries, files) {
+  if (!entries.some((entry) => entry.isDirectory)) return {files, folder: null};
   const found = [];
   const walk = async (entry, path) => {
     if (entry.isFile) {
@@ -36,7 +36,9 @@ export const arePrompts = (files, folder) => Boolean(folder) || (files.length ==
   || (files.length > 1 && !files.some(({name}) => LINES.test(name)));
 
 async function textOfFile(file, name) {
-  if (name.split('/').some((part) => part.startsWith('.') || part === '__MACOSX')) return {skipped: [{file: name, reason: 'hidden'}]};
+  const parts = name.split('/');
+  const hidden = parts.findIndex((part) => part.startsWith('.') || part === '__MACOSX');
+  if (hidden >= 0) return {skipped: [{file: parts.slice(0, hidden + 1).join('/'), reason: 'hidden'}]};
   if (/\.zip$/i.test(name) || await isPdf(file)) {
     const {files, skipped} = await documentTexts(file).catch(({message}) => ({files: [], skipped: [{file: name, reason: message}]}));
     const isZip = /\.zip$/i.test(name);
@@ -53,17 +55,20 @@ async function textOfFile(file, name) {
   }
 }
 
-/** The texts of files, sorted by name, as lines of JSON, and the files without a text, with the reason. */
+/** The texts of files, sorted by name, as lines of JSON, and sentences about those without a text. */
 export async function readFiles(files) {
   const found = [];
-  const skipped = [];
+  const skipped = new Set();
   for (const file of files) {
     const one = await textOfFile(file, file.path ?? (file.webkitRelativePath.split('/').slice(1).join('/') || file.name));
     found.push(...one.files ?? []);
-    skipped.push(...one.skipped ?? []);
+    for (const each of one.skipped ?? []) skipped.add(`${each.file} was left out: ${each.reason}.`);
   }
   found.sort((one, other) => (one.file < other.file ? -1 : 1));
-  return {texts: found.map(({text}) => text), skipped, blob: new Blob(found.map((each) => `${JSON.stringify(each)}\n`))};
+  const sentences = [...skipped];
+  const more = sentences.splice(N_SKIPPED).length;
+  if (more) sentences.push(`${plural(more, 'more file')} left out.`);
+  return {texts: found.map(({text}) => text), skipped: sentences, blob: new Blob(found.map((each) => `${JSON.stringify(each)}\n`))};
 }
 
 /** The tokens of texts: {tokens, isExact}; null if the server does not say. */

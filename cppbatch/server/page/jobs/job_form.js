@@ -4,7 +4,6 @@ import {Button, Field, Icon, Notice, Progress, Table, html, toast, useEffect, us
 import {bytes, count, plural} from '../format.js';
 import {DEFAULT_MAX_TOKENS, SamplingForm, defaultsOf} from '../sampling_form.js';
 import {AnswerForm, FREE} from './answer_form.js';
-import {arePrompts, droppedFiles, readFiles, tokensOfTexts} from './job_files.js';
 import {kindOf, refusalOf} from './records.js';
 import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, fieldsOf, peek, promptOf} from './requests.js';
 
@@ -16,6 +15,7 @@ const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', kept:
   sampling: {max_tokens: DEFAULT_MAX_TOKENS}};
 const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'Error'}];
 
+const jobFiles = () => import('./job_files.js');
 const names = (files) => files.map(({name}) => name).join(', ');
 
 /** Uploads a checked file and starts its job. Resolves to the batch. */
@@ -38,14 +38,16 @@ async function startJob(name, {template, system, id_column, ...settings}, {file,
 }
 
 /** Where files are dropped, chosen or pasted. */
-function Chooser({onFiles}) {
+function Chooser({onFiles, onDrop}) {
   const [over, setOver] = useState(false);
   const [pasted, setPasted] = useState('');
   const folder = useRef(null);
   const drag = (event) => {
     event.preventDefault();
     setOver(event.type === 'dragover');
-    if (event.type === 'drop') droppedFiles(event.dataTransfer).then((found) => onFiles(found.files, found.folder));
+    if (event.type !== 'drop') return;
+    const {items, files} = event.dataTransfer;
+    onDrop([...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean), [...files]); // gone after the event
   };
   const choose = ({target}) => onFiles([...target.files], target.files[0]?.webkitRelativePath.split('/')[0]);
   return html`<div class=${`drop stack ${over ? 'over' : ''}`} onDragOver=${drag} onDragLeave=${drag} onDrop=${drag}>
@@ -130,7 +132,7 @@ export function JobForm({server, onStarted}) {
     const name = next.texts ? 'file' : '';
     setSettings((now) => ({...now, template: defaultTemplate(what.columns, what.rows), id_column: name, kept: name}));
     setFound(what);
-    if (next.texts) tokensOfTexts(next.texts).then(setTokens);
+    if (next.texts) (await jobFiles()).tokensOfTexts(next.texts).then(setTokens);
   };
   const take = async ([file, ...others]) => {
     setWaiting(others);
@@ -144,16 +146,21 @@ export function JobForm({server, onStarted}) {
   };
   const choose = async (files, folder) => {
     setRefused([]);
+    const {arePrompts, readFiles} = await jobFiles();
     if (!arePrompts(files, folder)) return take(files);
     setReading(true);
     const {texts, skipped, blob} = await readFiles(files);
     setReading(false);
-    setRefused(skipped.map(({file, reason}) => `${file} was left out: ${reason}.`));
+    setRefused(skipped);
     setWaiting([]);
     const name = folder || (files.length > 1 ? plural(files.length, 'file') : files[0].name);
     return open(texts.length ? {name, blob, kind: 'jsonl', texts, files} : null);
   };
-  const refusals = refused.length > 0 && html`<${Notice} kind="error" onClose=${() => setRefused([])}>
+  const drop = async (entries, files) => {
+    const found = await (await jobFiles()).droppedFiles(entries, files);
+    choose(found.files, found.folder);
+  };
+  const refusals = refused.length > 0 && html`<${Notice} kind=${source ? 'warning' : 'error'} onClose=${() => setRefused([])}>
     ${refused.map((text) => html`<p>${text}</p>`)}<//>`;
 
   const isBare = server.info.props?.has_chat_template === false; // its prompts are texts, as in `cppbatch batch`
@@ -194,7 +201,7 @@ export function JobForm({server, onStarted}) {
   };
 
   if (reading) return html`<div class="card" role="status"><p>Reading the files</p><${Progress} label="Reading the files" /></div>`;
-  if (!source) return html`${refusals}<${Chooser} onFiles=${choose} />`;
+  if (!source) return html`${refusals}<${Chooser} onFiles=${choose} onDrop=${drop} />`;
   const noun = source.texts ? 'file' : 'line';
   const {good = 0, bad = 0, wrong = [], previews = [], problem, isRunning} = check;
   const counts = `${plural(good, noun)} ready, ${count(bad)} invalid${bad ? ' and skipped' : ''}`;
@@ -202,8 +209,8 @@ export function JobForm({server, onStarted}) {
   return html`${refusals}<section class="card stack" aria-label="New job">
     <div class="row"><h2 class="grow name">${source.name}</h2>
       <span class="muted">${bytes(source.blob.size)}</span></div>
-    ${source.texts ? html`<div class="row"><p class="grow">${plural(source.texts.length, 'file')}, each one prompt${
-        tokens && `: ${tokens.isExact ? '' : 'about '}${plural(tokens.tokens, 'token')}`}. Results have their names.</p>
+    ${source.texts ? html`<div class="row"><p class="grow">${plural(source.texts.length, 'file')}, ${source.texts.length > 1 && 'each '}one prompt${
+        tokens && `: ${tokens.isExact ? '' : 'about '}${plural(tokens.tokens, 'token')}`}. Results have the names of files.</p>
       ${source.files.length > 1 && source.files.every(({name}) => /\.txt$/i.test(name)) && html`<${Button}
         onClick=${() => take(source.files)}>Read each line as a prompt<//>`}</div>`
     : html`<${Field} label="Format"><select value=${source.kind}
