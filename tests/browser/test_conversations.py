@@ -169,7 +169,7 @@ def test_conversations_survive_a_round_trip_through_each_format(chat: Page) -> N
 
 def of_llama_cpp(conv: str, messages: list[Json]) -> list[Json]:
     """Lines as llama.cpp's page writes them (conversation-transfer.service.ts)."""
-    root = {
+    root: Json = {
         "id": f"{conv}-r",
         "convId": conv,
         "type": "root",
