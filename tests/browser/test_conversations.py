@@ -61,6 +61,8 @@ def test_conversations_are_found_by_words_and_tags(chat: Page) -> None:
     chat.reload()
     expect(listed).to_have_count(2)
     expect(listed.filter(has_text="#kitchen")).to_contain_text("#Italian-food")
+    expect(messages(chat)).to_have_count(2)
+    assert axe_violations(chat, *IMPACTS) == []
 
 
 def test_an_example_is_sent_with_a_click_and_presets_of_system_prompts_are_chosen_saved_and_deleted(chat: Page) -> None:
@@ -167,7 +169,7 @@ def test_conversations_survive_a_round_trip_through_each_format(chat: Page) -> N
 
 def of_llama_cpp(conv: str, messages: list[Json]) -> list[Json]:
     """Lines as llama.cpp's page writes them (conversation-transfer.service.ts)."""
-    root = {
+    root: Json = {
         "id": f"{conv}-r",
         "convId": conv,
         "type": "root",

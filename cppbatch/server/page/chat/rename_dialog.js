@@ -11,7 +11,7 @@ export function Rename({conversation, onChange, onEnd}) {
     onChange({...conversation, title: title.trim(), tags: [...new Set(words)]});
     onEnd();
   };
-  return html`<${Dialog} open title="Title and tags" onClose=${onEnd}><form onSubmit=${submit}>
+  return html`<${Dialog} open title="Rename and tag" onClose=${onEnd}><form onSubmit=${submit}>
     <${Field} label="Title">
       <input required autofocus value=${title} onInput=${({target}) => setTitle(target.value)} /><//>
     <${Field} label="Tags" help="Separated by commas. The search finds them as #tag.">

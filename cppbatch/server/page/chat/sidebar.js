@@ -41,7 +41,7 @@ export function Sidebar({state, isOpen, onSelect}) {
   const heading = (conversation) => {
     if (groupOf(conversation) === group) return null;
     group = groupOf(conversation);
-    return html`<h3 class="muted small">${group}</h3>`;
+    return html`<h2 class="muted small">${group}</h2>`;
   };
   return html`<aside class=${`conversations ${isOpen ? 'open' : ''}`} aria-label="Conversations">
     <div class="row">

@@ -27,10 +27,9 @@ function Files({repository, onBack, onDownload}) {
   useEffect(() => { request(pathOf(repository)).then(setFound, setError); }, []);
   const isTooLarge = ({size}) => size > found.free_disk;
   const columns = [
-    {key: 'file', label: 'File', render: ({file, weights, default: isDefault, here}) => html`<span title=${file}>${weights || file}</span>
-      ${' '}${isDefault && html`<${Badge}>default<//>`}${here && html`<${Badge} kind="ok">downloaded<//>`}
-      ${weights && html`<small>${file}</small>`}`},
-    {key: 'size', label: 'Size', align: 'end', render: ({size}) => bytes(size)},
+    {key: 'file', label: 'File', render: ({file, weights, size, default: isDefault, here}) => html`
+      <span title=${file}>${weights.toUpperCase() || file} · ${bytes(size)}</span> ${isDefault && html`<${Badge}>default<//>`}
+      ${here && html`<${Badge} kind="ok">downloaded<//>`}${weights && html`<small>${file}</small>`}`},
     {key: 'fit', label: 'Memory', render: (each) => html`<${Fit} repository=${repository} file=${each.file} isFirst=${each.default} />`},
     {key: 'action', label: 'Action', render: (each) => !each.here && html`<${Button} label=${`Download ${each.file}`}
       disabled=${isTooLarge(each)} onClick=${() => onDownload(each.model)}>${isTooLarge(each) ? 'Disk too small' : 'Download'}<//>`},
