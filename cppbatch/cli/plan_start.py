@@ -115,19 +115,20 @@ def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free:
     answers = f"{n} answers at once" if n > 1 else "1 answer at a time"
     of_workers = f" in each of {len(estimate.footprints)} engines" if estimate and len(estimate.footprints) > 1 else ""
     source = ", chosen to fit into memory" if chosen and estimate else ""
-    cells = f"({n} sequence{'s' if n > 1 else ''}, {config.n_ctx:,} KV cells: -np {n} -c {config.n_ctx}{source})"
+    sequences = f"{n} sequences" if n > 1 else "1 sequence"
+    cells = f"({sequences}, {config.n_ctx:,} KV cells: -np {n} -c {config.n_ctx}{source})"
     if estimate is None:
         return f"{answers}{of_workers} {cells}"
     footprint = estimate.footprints[0]
     each, most = config.n_ctx // n, min(footprint.sequence_cells, footprint.n_ctx_train)
     tokens = f"{each:,} tokens each, or up to {most:,} for one" if most > each else f"up to {most:,} tokens each"
     parts = [
-        f"{_format_gb(demand.firm + demand.mapped)} of {_format_gb(demand.free)} GB "
-        + ("free memory" if demand.where == HOST else f"of {demand.where}")
+        f"{_format_gb(demand.firm + demand.mapped)} of {_format_gb(demand.free)} GB {place}"
         for demand in memory_demands(estimate, host_free)
         if demand.free
+        for place in ["free memory" if demand.where == HOST else f"of {demand.where}"]
     ]
-    return f"{answers}{of_workers}, {tokens}{', uses ' if parts else ''}{' and '.join(parts)} {cells}"
+    return f"{answers}{of_workers}, {tokens}, uses {' and '.join(parts) or 'unknown memory'} {cells}"
 
 
 def _format_gb(n_bytes: int) -> str:

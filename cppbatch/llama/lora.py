@@ -27,7 +27,7 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
     for aLoRA adapters.
     """
     if not path.is_file():
-        raise ModelError(f"{setting_name('lora')}: adapter file not found: {path}")
+        raise ModelError(f"{setting_name('lora')}: adapter file not found: {path}; give the path of a GGUF adapter")
     check_adapter(path, model_path, n_experts)
     with Backend.get().errors() as lines:
         handle = C.llama_adapter_lora_init(model_handle, os.fsencode(path))

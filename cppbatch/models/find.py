@@ -158,7 +158,8 @@ def check_file(path: Path) -> Path:
     try:
         if not path.exists():
             raise ModelError(
-                f"file not found: {path}. Run `cppbatch models list` to list the models in the models folder"
+                f"file not found: {path}. Run `cppbatch models list` to list the models in the models folder; "
+                "OWNER/REPO:TYPE downloads one from the Hugging Face hub"
             )
         if path.is_dir():
             raise ModelError(

@@ -102,13 +102,14 @@ def explain_n_ctx(info: ModelInfo, config: EngineConfig) -> str | None:
 
 def _at_once(info: ModelInfo, n: int) -> str:
     """How much the engine computes at once; then llama.cpp's words for it."""
-    what, when = ("text" if info.pooling else "answer"), ("at once" if n > 1 else "at a time")
-    some, sequences = (f"{n} {each}{'s' if n > 1 else ''}" for each in (what, "sequence"))
+    sequences = f"{n} sequences" if n > 1 else "1 sequence"
     if info.pooling:
+        texts = f"{n} texts at once" if n > 1 else "1 text at a time"
         kind = "a reranker" if info.pooling == "rank" else f"vectors, pooling {info.pooling}"
-        return f"{some} {when} ({sequences}, {info.n_ctx:,} tokens per step, {kind})"
+        return f"{texts} ({sequences}, {info.n_ctx:,} tokens per step, {kind})"
     layout = "per-sequence or unified, depending on load" if info.kv_layout == "auto" else info.kv_layout
-    return f"{some} {when} ({sequences}, {info.n_ctx:,} KV cells, {layout})"
+    answers = f"{n} answers at once" if n > 1 else "1 answer at a time"
+    return f"{answers} ({sequences}, {info.n_ctx:,} KV cells, {layout})"
 
 
 def _example(info: ModelInfo, *, has_template: bool) -> tuple[str, dict[str, Any]]:

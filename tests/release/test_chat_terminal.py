@@ -27,7 +27,7 @@ import struct
 import termios
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[()][A-Z0-9]|[=>78])")
-_SUMMARY = r"(\d+) tokens ·(?: [\d.]+ tokens/s ·)? TTFT [\d.]+ s"
+_SUMMARY = r"(\d+) tokens ·(?: [\d.]+ tokens/s ·)? first token after [\d.]+ s"
 
 _WITH_CTRL_C = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from tests.support.server_process import ServerProcess
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
-PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))]
+SEVERAL_MODELS = ROOT / "docs" / "models.md"
+PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page != SEVERAL_MODELS)]
 
 
 def blocks(language: str) -> list[str]:
@@ -33,12 +35,9 @@ class Servers:
     """A server for each port that the pages name, started when the first page asks for it."""
 
     def __init__(self, default_model: Path, folder: Path) -> None:
-        several = folder / "several"
-        several.mkdir()
         self._arguments: dict[int, list[str | Path]] = {
             8080: ["-m", default_model],
             8081: ["-m", default_model, "--pooling", "mean"],
-            8083: ["--models-dir", tiny_models.llama(several / "tiny.gguf").parent],
             8082: ["-m", tiny_models.reranker(folder / "reranker.gguf")],
         }
         self._running: dict[int, ServerProcess] = {}
@@ -70,7 +69,7 @@ def run(command: list[str], servers: Servers) -> str:
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 32
-    assert len(COMMANDS) == 50
+    assert len(COMMANDS) == 48
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -95,6 +94,22 @@ def test_the_default_model_answers_the_first_examples_right(servers: Servers) ->
 def test_each_command_runs_and_prints(commands: str, servers: Servers) -> None:
     ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: PLACES[name[1]], commands)
     assert run(["bash", "-euo", "pipefail", "-c", ours], servers).strip()
+
+
+def test_the_page_of_several_models_runs_from_its_first_command_to_its_last(default_model: Path) -> None:
+    start, *commands = re.findall(r"```bash\n(.*?)```", SEVERAL_MODELS.read_text(), re.DOTALL)
+    assert start == ".venv/bin/cppbatch serve --models-dir models --ttl 600\n"
+    server = ServerProcess("--models-dir", default_model.parent, "--ttl", "600").wait_ready()
+    try:
+        on_server = [command.replace("http://127.0.0.1:8080", server.url) for command in commands]
+        lines = [line for command in on_server for line in command.replace("\\\n", "").splitlines()]
+        answers = [subprocess.check_output(["bash", "-ec", line], text=True, timeout=120) for line in lines]
+    finally:
+        server.stop()
+    said, listed, *changed = map(json.loads, answers)
+    assert said["model"] == "SmolLM2-135M-Instruct.Q4_1"
+    assert {each["id"]: each["status"]["value"] for each in listed["data"]}[said["model"]] == "loaded"
+    assert [answer["success"] for answer in changed] == [True, True]
 
 
 def test_the_readme_is_short() -> None:

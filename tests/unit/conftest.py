@@ -17,6 +17,7 @@ import pytest
 from cppbatch.engine.sampling import grammar_child
 from cppbatch.engine.sampling.structured_output import GrammarChecker
 from cppbatch.jobs.batches.store import BatchStore
+from cppbatch.server.settings import Address
 
 _TOKENIZER = grammar_child.bytes_tokenizer()
 
@@ -50,6 +51,7 @@ def only_python() -> Iterator[None]:
         patch.setattr(subprocess.Popen, "__init__", _no_process)
         patch.setattr(os, "fork", _no_process, raising=False)
         patch.setattr(os, "posix_spawn", _no_process, raising=False)
+        patch.setattr(Address, "check", lambda _: None)  # a server may run on the default port
         patch.setattr(GrammarChecker, "_ask", _check_here)  # the child's own code, without the child
         yield
     sys.meta_path.remove(hook)

@@ -125,7 +125,7 @@ def test_each_message_is_sent_with_the_conversation_so_far(start: Start) -> None
 def test_the_summary_has_tokens_speed_and_time_to_first_token(start: Start) -> None:
     session, _, shown = start(words("a", "b", "c"))
     session.handle("x")
-    assert shown.summaries == ["3 tokens · 1.0 tokens/s · TTFT 1.00 s"]
+    assert shown.summaries == ["3 tokens · 1.0 tokens/s · first token after 1.00 s"]
 
 
 def test_reasoning_is_shown_and_kept_but_not_sent_again(start: Start) -> None:

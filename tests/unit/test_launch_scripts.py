@@ -113,7 +113,6 @@ def test_a_launch_script_has_the_settings_that_it_names(
     monkeypatch.setattr("cppbatch.models.pull.choose_projector", lambda named: None)
     monkeypatch.setattr("cppbatch.cli.engine_options.context_length", lambda _path: 32768)
     monkeypatch.setattr("cppbatch.cli.engine_options.may_see", lambda *_: False)
-    monkeypatch.setattr(Address, "check", lambda _: None)  # another program may use the port of the script
     got = read(script, tmp_path)
     assert different(script.engine, got.config) == {}
     assert different(script.server, got.settings) == {}

@@ -302,7 +302,7 @@ def test_a_flag_may_be_written_with_underscores_as_in_llama_server() -> None:
 
 
 def test_the_help_names_the_variables() -> None:
-    text = re.sub(r"\s+", " ", CliRunner().invoke(cli, ["serve", "--help"]).output)
+    text = re.sub(r"\s+", " ", CliRunner().invoke(cli, ["serve", "--help-all"]).output)
     assert "env var: CPPBATCH_TEMPERATURE, LLAMA_ARG_TEMPERATURE" in text
     assert "env var: CPPBATCH_API_KEY, LLAMA_API_KEY" in text
 

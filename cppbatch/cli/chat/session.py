@@ -269,7 +269,7 @@ class _Answer:
         if self._first is not None:
             if n > 1 and self._last > self._first:
                 parts.append(f"{(n - 1) / (self._last - self._first):,.1f} tokens/s")
-            parts.append(f"TTFT {self._first - self._began:.2f} s")
+            parts.append(f"first token after {self._first - self._began:.2f} s")
         return " · ".join([*parts, "stopped"] if stopped else parts)
 
 
