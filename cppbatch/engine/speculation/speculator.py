@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.steps import TILES, Groups, StepCost
@@ -24,12 +25,11 @@ _WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time is measured; 1.0
 _COLD = 16  # the first steps with a draft model take longer, and so does the first one after steps without
 _PRIOR_STEPS = 4.0  # steps whose time is as expected, before any is measured
 _MAX_LONGER = 2.0  # times the expected time: a step that takes longer was disturbed
-_TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
-_TRY_SHARE = 0.01  # of the time for such tries
+_TRY_SHARE = 0.01  # of the time for tries of a draft model
 _LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
 _VAIN = 16
-_FIRST_TRIES = 4.0  # steps whose time the first tries of unknown numbers of rows, and of a draft model, may take
-_FIRST_TRIES_S = 0.05  # ... those of a draft model this much longer: first decodes on a GPU take as long as many steps
+_FIRST_TRIES = 4.0  # steps whose time its first tries may take
+_FIRST_TRIES_S = 0.05  # ... and this much longer: first decodes on a GPU take as long as many steps
 _SLOWDOWN = 2.5  # times the time of a token without drafts, for the sequence with the least expected tokens
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
@@ -136,9 +136,9 @@ class Speculator:
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
         self._draft_max = draft_max
-        self._drafts_tried, self._model_tried = _Tries(0.0), _Tries(_FIRST_TRIES)
-        self._left_for_unknown = _FIRST_TRIES
+        self._model_tried = _Tries()
         self._computed: list[tuple[Seq, Probabilities]] = []  # the drafts of the last plan
+        self._shadow: list[tuple[Seq, int, Draft]] = []  # drafts that were not computed, and where they start
         self._accepted = self._expected = 0.0  # verified tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Usual] = {}  # drafts of the draft model
         self._usual_of_all, self._n_usual = _FIRST_GUESS, _GUESSED
@@ -158,18 +158,17 @@ class Speculator:
         self._expected *= _REMEMBERED
         self._accepted *= _REMEMBERED
         if self._looks is None:
-            return self._look(rows, groups, cost, limits)[0]
+            return self._look(rows, groups, cost, limits)
         if not self._looks.may_look(cost.rows_s(groups)):
             return None
-        plan, is_worth = self._look(rows, groups, cost, limits)
-        self._looks.looked(is_worth=is_worth)
+        plan = self._look(rows, groups, cost, limits)
+        self._looks.looked(is_worth=plan is not None)
         return plan
 
-    def _look(
-        self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits
-    ) -> tuple[DraftPlan | None, bool]:
-        """Like `plan`, and whether the drafts are worth it; otherwise they are a try."""
+    def _look(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> DraftPlan | None:
+        """Like `plan`."""
         self._model_time.starts()
+        self._learn_from_shadow()
         most = [
             max(0, min(self._draft_max, each, sequence.n_room - 1))
             if sequence.params.speculate and not sequence.media
@@ -184,20 +183,10 @@ class Speculator:
         )
         asked_s = self._ask_model(self._model, step, drafts, most) if self._model else 0.0
         plan, rate = step.best([_acceptance(draft) for draft in drafts])
-        self._drafts_tried.step(step.seconds)
-        if plan is None:
+        if plan is None or rate < (self._model_time.worth if asked_s else _WORTH) * step.rate_without:
             self._since_plain = 0
-            return None, False
-        is_worth = rate >= (self._model_time.worth if asked_s else _WORTH) * step.rate_without
-        if not is_worth:
-            seconds = (len(rows) + plan.value) / rate - step.seconds
-            n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
-            if rate >= _TRIED * step.rate_without and 0 < n_steps <= self._left_for_unknown:
-                self._left_for_unknown -= n_steps
-                is_worth = True  # to know it
-            elif rate < _TRIED * step.rate_without or not self._drafts_tried.may_take(seconds):
-                self._since_plain = 0
-                return None, False
+            self._shadow = [(s, s.n_tokens, draft) for s, draft in zip(rows, drafts, strict=True) if draft]
+            return None
         self._since_plain += 1
         if asked_s:
             self._model_time.expects(asked_s + cost.rows_s(plan.groups))
@@ -207,7 +196,7 @@ class Speculator:
                 sequence.set_draft(draft.tokens[:n].tolist() if draft else [], n)
             if n and draft:
                 self._computed.append((sequence, draft.probabilities[:n]))
-        return plan, is_worth
+        return plan
 
     @property
     def _trust(self) -> float:
@@ -217,17 +206,25 @@ class Speculator:
     def verified(self, accepted: Mapping[Seq, int], seconds: float) -> None:
         """Records the draft tokens accepted in the last plan's step, by sequence, 0 for missing ones. `seconds`: the
         time to verify them, in addition to the first row of each sequence."""
-        n_accepted, n_verified, expected = sum(accepted.values()), 0, 0.0
-        for sequence, probabilities in self._computed:
-            verified = probabilities[: accepted.get(sequence, 0) + 1]  # with the first wrong token
-            n_verified += len(verified)
-            expected += float(verified.sum())
-        kept = 1 - min(_NEW_VERIFIED_STEP, n_verified / _FEW_VERIFIED)
-        self._accepted = kept * self._accepted + n_accepted
-        self._expected = kept * self._expected + expected
+        kept = self._learn([(draft, accepted.get(sequence, 0)) for sequence, draft in self._computed])
         self._model_time.verified(kept)
-        if n_accepted:
+        if n_accepted := sum(accepted.values()):
             self._accepted_s += _NEW_VERIFIED * (seconds / n_accepted - self._accepted_s)
+
+    def _learn_from_shadow(self) -> None:
+        """Learns from the drafts that were not computed: how far they are the text that came."""
+        known = [(draft, sequence.tokens[start : sequence.n_tokens]) for sequence, start, draft in self._shadow]
+        self._learn([(draft.probabilities[: len(text)], n_common(draft.tokens, text)) for draft, text in known])
+        self._shadow = []
+
+    def _learn(self, drafts: Sequence[tuple[Probabilities, int]]) -> float:
+        """Learns from the probabilities of drafts and their numbers of right tokens. Returns the weight of earlier
+        ones."""
+        verified = [probabilities[: n + 1] for probabilities, n in drafts]  # with the first wrong token
+        kept = 1 - min(_NEW_VERIFIED_STEP, sum(map(len, verified)) / _FEW_VERIFIED)
+        self._accepted = kept * self._accepted + sum(n for _, n in drafts)
+        self._expected = kept * self._expected + sum(float(each.sum()) for each in verified)
+        return kept
 
     def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> float:
         """Gets drafts from the draft model if its typical ones are worth their time. Returns their expected seconds;
@@ -299,6 +296,7 @@ class Speculator:
     def finished(self, sequence: Seq) -> None:
         """Called when the sequence has ended, or has a new array of tokens (`Seq.shift`)."""
         self._usual.pop(sequence, None)
+        self._shadow = [each for each in self._shadow if each[0] is not sequence]
         for proposer in self._proposers:
             proposer.finished(sequence)
 
@@ -314,17 +312,15 @@ def max_draft_rows(n_vocab: int) -> int:
 
 
 class _Tries:
-    """The time budget for drafts that are probably not worth it, since estimates may be wrong."""
+    """The time budget for drafts of a draft model that are probably not worth it, since estimates may be wrong."""
 
-    def __init__(self, n_first: float) -> None:
-        """`n_first`: steps whose time may be used at the start; 0: none."""
-        self._n_first = n_first
-        self._first_s = _FIRST_TRIES_S if n_first else 0.0
+    def __init__(self) -> None:
+        self._first_s = _FIRST_TRIES_S
         self._left_s: float | None = None
 
     def step(self, seconds: float) -> None:
         """Called before a step, with its time without drafts."""
-        self._left_s = (self._n_first * seconds if self._left_s is None else self._left_s) + _TRY_SHARE * seconds
+        self._left_s = (_FIRST_TRIES * seconds if self._left_s is None else self._left_s) + _TRY_SHARE * seconds
 
     def may_take(self, seconds: float) -> bool:
         """Whether a try may take this long; if so, takes it from the budget."""
@@ -334,7 +330,7 @@ class _Tries:
             return True
         if seconds > self._left_s:
             return False
-        self._left_s = min(self._left_s - seconds, self._n_first * seconds)  # no series of tries after a long time
+        self._left_s = min(self._left_s - seconds, _FIRST_TRIES * seconds)  # no series of tries after a long time
         return True
 
 
