@@ -47,7 +47,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steered(runtime: Runtime, adapters: tuple[tuple[int, float], ...] = ((0, 1.0),), seq_id: int = 0) -> Row:
     """The logits of a runtime with these numbers and scales."""
     runtime.context.use_adapters(adapters)
-    runtime.context.remove(seq_id, 0)  # type: ignore[attr-defined]
+    runtime.context.remove(seq_id, 0)
     return decode(runtime.context, PROMPT, seq_id)  # type: ignore[arg-type]
 
 
@@ -91,7 +91,7 @@ def test_a_context_computes_as_before_when_its_control_vector_is_taken_away(deep
     try:
         plain = decode(runtime.context, PROMPT)  # type: ignore[arg-type]
         changed = [steered(runtime, ((0, scale),), seq_id=1) for scale in (1.0, -2.0)]
-        runtime.context.remove(1, 0)  # type: ignore[attr-defined]
+        runtime.context.remove(1, 0)
         again = steered(runtime, (), seq_id=1)
     finally:
         runtime.close()
