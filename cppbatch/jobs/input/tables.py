@@ -189,7 +189,7 @@ class _RecordReader:
 
     def describe(self, error: csv.Error) -> str:
         """Why the current record cannot be read."""
-        if "new-line character" not in str(error):
+        if not any(cause in str(error) for cause in ("new-line character", "NUL")):  # NUL: Python 3.10
             return str(error)
         data = b"".join(line for _, line in self._record)
         is_text = b"\0" not in data  # bytes of UTF-16 look like line ends
