@@ -84,7 +84,8 @@ def test_adapters_that_are_not_for_the_key_are_refused(
 def test_a_key_may_only_set_its_own_control_vectors_and_gets_those_of_the_server() -> None:
     vectors = [AdapterInfo(name="calm", path="calm.gguf", scale=1.0), AdapterInfo(name="loud", path="l", scale=0.0)]
     key = rules(adapters=("loud",))
-    for scales in (None, {}, {"loud": 1.0}, {1: 0.5}, {"calm": 0}):
+    allowed_scales: list[dict[str | int, float] | None] = [None, {}, {"loud": 1.0}, {1: 0.5}, {"calm": 0}]
+    for scales in allowed_scales:
         request = GenerationRequest(id="r", prompt="a", lora={}, control_vectors=scales)
         assert key.engine_requests([request], ADAPTERS, vectors)[0].control_vectors == scales
     with pytest.raises(Forbidden, match="'calm' is not allowed with this API key; allowed: 'loud'") as refused:

@@ -454,10 +454,11 @@ def test_keeping_a_model_for_no_time_does_not_end_requests_that_wait_for_it() ->
         await asyncio.sleep(LOAD_S / 2)
         pool.keep("a", 0)
         await waiting
-        assert pool.models["a"].state == "loaded"
+        states: list[str] = [pool.models["a"].state]
         pool.keep("a", 0)
         await asyncio.sleep(2 * CLOSE_S)
-        assert pool.models["a"].state == "unloaded"
+        states.append(pool.models["a"].state)
+        assert states == ["loaded", "unloaded"]
         await pool.close()
 
     run_in_virtual_time(main())

@@ -207,17 +207,12 @@ def test_the_longest_confident_draft_wins() -> None:
     assert [len(sequence.draft) for sequence in sequences] == [3, 8]
 
 
-def test_drafts_that_are_almost_worth_it_are_tried_now_and_then() -> None:
-    """The time of this number of rows may have been measured while the machine was busy."""
+def test_drafts_that_are_not_worth_it_are_not_computed() -> None:
     cost = StepCost()
     cost.seed([(1, 0.010), (5, 0.045), (256, 2.0)])
     speculator = Speculator([Given([(4, 0.9)])], 16)
-    n_tries = 0
-    for _ in range(3500):
-        if speculator.plan(sequences := decoding(1), (1,), cost, DraftLimits(100, [100], False)):
-            speculator.verified({sequences[0]: 3}, 0.0)
-            n_tries += 1
-    assert 10 <= n_tries <= 14, "each of them takes 26 ms more: a hundredth of the time"
+    for _ in range(1000):
+        assert speculator.plan(decoding(1), (1,), cost, DraftLimits(100, [100], False)) is None
 
 
 def test_only_one_group_of_rows_gets_drafts_where_others_could_not_be_removed() -> None:
@@ -260,21 +255,29 @@ def test_drafts_delay_the_next_token_of_each_sequence_by_a_bounded_time(streams:
 
 
 def test_wrong_drafts_do_not_end_speculation_for_good() -> None:
-    """Shapes of the times measured with 16 sequences on two AVX-512 cores."""
+    """The times have the shape of 16 sequences on two AVX-512 cores. Drafts are compared with the text that
+    comes, computed or not, so no step is lost to know that they are right again."""
     cost = StepCost()
     cost.seed((n, 0.010 + 0.00105 * n) for n in range(1, 257))
-    speculator = Speculator([Given([(3, 0.95)] * 16)], 16)
+    speculator, sequences = Speculator([Given([(3, 0.95)] * 16)], 16), decoding(16)
+    for sequence in sequences:
+        sequence.tokens, sequence.max_new, sequence.n_ctx = np.resize(sequence.tokens, 9000), 9000, 9000
 
-    def has_drafts(n_accepted: int) -> bool:
-        its = speculator.plan(sequences := decoding(16), (16,), cost, DraftLimits(200, [100] * 16, has_streams=True))
+    def has_drafts(*, are_right: bool) -> bool:
+        its = speculator.plan(sequences, (16,), cost, DraftLimits(200, [100] * 16, has_streams=True))
+        n_accepted = 3 if its and are_right else 0
+        for sequence in sequences:
+            text = [1, 2, 3, 4][: n_accepted + 1] if are_right else [9]
+            sequence.tokens[sequence.n_tokens : sequence.n_tokens + len(text)] = text
+            sequence.n_tokens += len(text)
         if its:
             speculator.verified(dict.fromkeys(sequences, n_accepted), 0.0)
         return its is not None
 
-    wrong = [has_drafts(0) for _ in range(500)]
-    assert 1 <= sum(wrong) <= 10, "few of the steps are lost"
-    right = [has_drafts(3) for _ in range(1000)]
-    assert sum(right[500:]) >= 484  # one of 33 steps measures rows without drafts
+    wrong = [has_drafts(are_right=False) for _ in range(500)]
+    assert 1 <= sum(wrong) <= 4, "few of the steps are lost"
+    right = [has_drafts(are_right=True) for _ in range(1000)]
+    assert sum(right[100:600]) >= 484  # one of 33 steps measures rows without drafts
 
 
 def test_a_number_of_rows_is_measured_without_drafts_first() -> None:
@@ -387,7 +390,7 @@ class Constant(Unsure):
         return 0.010
 
 
-@pytest.mark.parametrize(("rows_ms", "share"), [(120, 0.9), (135, 0.5), (140, 0.15), (170, 0.02)])
+@pytest.mark.parametrize(("rows_ms", "share"), [(120, 0.9), (135, 0.7), (140, 0.15), (170, 0.02)])
 def test_a_draft_model_is_tried_the_more_often_the_less_a_try_is_expected_to_lose(rows_ms: int, share: float) -> None:
     """Four rows take 80 ms, and eight with drafts, of which 80% are right, `rows_ms`: 1.8 tokens in 135 + 10 ms are
     0.99 times as fast. A try is for all sequences: drafts for one of them would not be computed."""

@@ -26,6 +26,7 @@ _COLD = 16  # the first steps with a draft model take longer, and so does the fi
 _PRIOR_STEPS = 4.0  # steps whose time is as expected, before any is measured
 _MAX_LONGER = 2.0  # times the expected time: a step that takes longer was disturbed
 _TRY_SHARE = 0.01  # of the time for tries of a draft model
+_TRIED = 0.8  # drafts of a try are computed if they make tokens this many times as fast
 _LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
 _VAIN = 16
 _FIRST_TRIES = 4.0  # steps whose time its first tries may take
@@ -181,9 +182,10 @@ class Speculator:
         step = _Step(
             rows, groups, cost, limits, draft_max=self._draft_max, trust=self._trust, accepted_s=self._accepted_s
         )
-        asked_s = self._ask_model(self._model, step, drafts, most) if self._model else 0.0
+        asked_s, is_try = self._ask_model(self._model, step, drafts, most) if self._model else (0.0, False)
         plan, rate = step.best([_acceptance(draft) for draft in drafts])
-        if plan is None or rate < (self._model_time.worth if asked_s else _WORTH) * step.rate_without:
+        worth = self._model_time.worth if asked_s else _WORTH
+        if plan is None or rate < (_TRIED if is_try else worth) * step.rate_without:
             self._since_plain = 0
             self._shadow = [(s, s.n_tokens, draft) for s, draft in zip(rows, drafts, strict=True) if draft]
             return None
@@ -226,9 +228,11 @@ class Speculator:
         self._expected = kept * self._expected + sum(float(each.sum()) for each in verified)
         return kept
 
-    def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> float:
-        """Gets drafts from the draft model if its typical ones are worth their time. Returns their expected seconds;
-        0: the model is not asked, or its time is not known."""
+    def _ask_model(
+        self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]
+    ) -> tuple[float, bool]:
+        """Gets drafts from the draft model if its typical ones are worth their time, or as a try. Returns their
+        expected seconds (0: the model is not asked, or its time is not known), and whether they are a try."""
         model.token_s = 1 / step.rate_without
         before = [_acceptance(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
@@ -240,17 +244,17 @@ class Speculator:
         ]
         n_asked = sum(is_better)
         if not n_asked:
-            return 0.0
+            return 0.0, False
         plan, rate = step.best(
             [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)],
             partial(model.seconds, n_asked),
         )
         if plan is None:
-            return 0.0
+            return 0.0, False
         asked = [n if better else 0 for n, better in zip(plan.lengths, is_better, strict=True)]
         n_asked = sum(n > 0 for n in asked)
         if not n_asked:
-            return 0.0
+            return 0.0, False
         read_s = sum(
             model.read_seconds(sequence) * min(1.0, (1 + expected) / sequence.n_left)
             for sequence, expected, n in zip(step.rows, n_guessed, asked, strict=True)
@@ -262,11 +266,12 @@ class Speculator:
         expected_s = (read_s + share * with_drafts + (1 - share) * without) / self._model_time.trust
         rate_before = max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
-        if n_tokens / expected_s <= self._model_time.worth * rate_before:
+        is_try = n_tokens / expected_s <= self._model_time.worth * rate_before
+        if is_try:
             asked = self._try_model(model, step, asked, max(0.0, expected_s - n_tokens / rate_before))
             n_asked = sum(n > 0 for n in asked)
             if not n_asked:
-                return 0.0
+                return 0.0, False
         with self._looks.pause() if self._looks else nullcontext():
             made = model.propose(step.rows, asked)
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
@@ -278,7 +283,7 @@ class Speculator:
                 self._usual[sequence] = _mean(self._usual.get(sequence, usual_of_all), draft, acceptance, n, _NEW)
                 self._usual_of_all = usual_of_all
         _take_better(drafts, made)
-        return model.seconds(n_asked, max(asked)) + read_s
+        return model.seconds(n_asked, max(asked)) + read_s, is_try
 
     def _try_model(self, model: ModelProposer, step: _Step, asked: list[int], lost_s: float) -> list[int]:
         """What to ask of the draft model although its drafts are expected to lose `lost_s`: that is what a try takes of

@@ -78,7 +78,7 @@ def program(ollama_server: Serving, tmp_path_factory: pytest.TempPathFactory) ->
         "ENABLE_OPENAI_API": "false", "ANONYMIZED_TELEMETRY": "false", "BYPASS_EMBEDDING_AND_RETRIEVAL": "true",
         "RAG_EMBEDDING_ENGINE": "ollama", "OLLAMA_BASE_URL": "http://127.0.0.1:9",
     }  # fmt: skip
-    command = [Path(sys.executable).with_name("open-webui"), "serve", "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(Path(sys.executable).with_name("open-webui")), "serve", "--host", "127.0.0.1", "--port", str(port)]
     with (Path(home) / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=home, env={**os.environ, **own}, stdout=log, stderr=log)
     try:
