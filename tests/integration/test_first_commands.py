@@ -95,6 +95,8 @@ def test_a_plain_prompt_is_a_chat_with_a_chat_template_unless_raw(
         assert msgspec.json.decode((tmp_path / f"{i}.jsonl").read_bytes())["usage"]["prompt_tokens"] == expected, flags
         assert ("are answered by the model's chat template; --raw" in err) == (flags in ((), own) and expected == chat)
     # a job that was begun as chats, or by an earlier version as completions, continues so
+    with (tmp_path / "in.txt").open("a") as lines:
+        lines.write("\nabd\n")
     for i, begun in ((0, "chat"), (1, "completions")):
         again = run("batch", tmp_path / "in.txt", "-o", tmp_path / f"{i}.jsonl", "-m", chat_model, *SMALL, "-n", "1")
         assert again[0] == 0, again[2]

@@ -165,7 +165,7 @@ NOT_GENERATING = {
     "/chat/completions/input_tokens", "/v1/responses/input_tokens", "/responses/input_tokens", "/v1/files",
     "/slots/{id}", "/v1/batches", "/v1/batches/{id}/cancel", "/props", "/lora-adapters", "/models/load",
     "/models/unload", "/generate/batch/cancel", "/api/show", "/api/pull", "/api/create", "/api/copy", "/api/push",
-    "/api/blobs/{digest}",
+    "/api/blobs/{digest}", "/file-texts",
 }  # fmt: skip
 
 
