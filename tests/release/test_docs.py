@@ -69,7 +69,7 @@ def run(command: list[str], servers: Servers) -> str:
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 32
-    assert len(COMMANDS) == 48
+    assert len(COMMANDS) == 52
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

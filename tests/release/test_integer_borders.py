@@ -210,7 +210,7 @@ N = pytest.mark.parametrize("n", [3, pytest.param(1000, marks=[pytest.mark.soak,
 async def test_integers_in_every_field_of_every_endpoint(tiny_llama: Path, n: int) -> None:
     assert {path for path, methods in DOCUMENT["paths"].items() if "requestBody" in methods.get("post", {})} == {
         *VALID, *SAME, "/v1/files", "/lora-adapters", "/props", "/slots/{id}", "/models/load", "/models/unload",
-        "/api/show", "/api/pull", "/api/create", "/api/copy", "/api/push",
+        "/api/show", "/api/pull", "/api/create", "/api/copy", "/api/push", "/file-texts",
     }  # fmt: skip
     async with serving(tiny_llama) as (engine, client):
         for path in VALID:
