@@ -83,7 +83,7 @@ def test_results_and_names_of_jobs_are_text(page: Page, hostile_url: str) -> Non
     wait_ready(page)
     lines = [json.dumps({"custom_id": f"<b>{i}</b>{LONG_WORD}", "prompt": piece}) for i, piece in enumerate(PIECES)]
     table = {"name": f"{NAME[:100]}.jsonl", "mimeType": "application/jsonl", "buffer": "\n".join(lines).encode()}
-    section.locator("input[type=file]").set_input_files(table)  # type: ignore[arg-type,unused-ignore]
+    section.locator("input[type=file]").first.set_input_files(table)  # type: ignore[arg-type,unused-ignore]
     section.get_by_text("Sampling settings").click()
     section.get_by_label("Maximum tokens").fill("64")
     section.get_by_role("button", name=re.compile(f"^Start {len(PIECES)} lines")).click()

@@ -14,7 +14,7 @@ from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.support.server_process import ServerProcess
 
-MAX_BYTES = 300_000
+MAX_BYTES = 305_000
 MAX_FIRST = 20
 MAX_FIRST_VISIT = 62_183  # bytes: what it was before files in the chat, diagrams and models from the page
 ON_DEMAND = (
@@ -39,7 +39,7 @@ new MutationObserver((changes, observer) => {
 """
 
 
-def test_all_tabs_load_only_from_this_server_and_less_than_300_kb(page: Page, server: ServerProcess, url: str) -> None:
+def test_all_tabs_load_only_from_this_server_and_less_than_305_kb(page: Page, server: ServerProcess, url: str) -> None:
     """As a browser gets it, compressed."""
     responses: list[Response] = []
     page.on("response", lambda response: responses.append(response))  # noqa: PLW0108  # Playwright marks its handlers
@@ -61,7 +61,7 @@ def test_all_tabs_load_only_from_this_server_and_less_than_300_kb(page: Page, se
     assert sum(response.request.sizes()["responseBodySize"] for response in files) < MAX_BYTES
 
 
-def test_all_files_but_libraries_that_are_loaded_on_demand_weigh_less_than_300_kb_as_they_are() -> None:
+def test_all_files_but_libraries_that_are_loaded_on_demand_weigh_less_than_305_kb_as_they_are() -> None:
     """Not compressed. The licences of the libraries are in the same folder, and are not served."""
     sizes = {name: len(file.content) for name, file in page_files().items() if not name.startswith(ON_DEMAND)}
     assert {"index.html", "app.js", "style.css", "vendor/preact.js"} <= sizes.keys()

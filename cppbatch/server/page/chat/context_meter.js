@@ -11,9 +11,11 @@ const FULL = 0.9;
 export const tokensOf = (text, model) => call('/tokenize', {body: {content: text, ...(model && {model})}})
   .then(({tokens}) => tokens.length, () => undefined);
 
-/** The tokens of a request with this message, with those of the chat template; undefined if the server does not say. */
+/** The tokens of a request with this message, with those of the chat template; undefined if the server does not say, and
+ * with images or audio. */
 function wholeOf({messages, tools, ...body}, text) {
   const asked = text ? [...messages, {role: 'user', content: text}] : messages;
+  if (!asked.length || asked.some(({content}) => Array.isArray(content))) return undefined; // media: in the answer's usage
   return Promise.resolve().then(() => call('/v1/chat/completions/input_tokens', {body: {...body, messages: asked,
     ...(tools && {tools: JSON.parse(tools)})}})).then((answer) => answer.input_tokens, () => undefined);
 }
