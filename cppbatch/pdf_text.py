@@ -49,11 +49,10 @@ def pdf_text(data: bytes) -> str:
 
 
 def _limit_memory() -> None:
-    try:
+    if sys.platform != "win32":
         import resource
-    except ImportError:  # Windows; the time is limited there too
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
 
 def _read_pages(data: bytes) -> str:
