@@ -83,10 +83,6 @@ class StepCost:
         sizes = {known.bit_length() for known in self._shape}
         return all(n.bit_length() in sizes for n in groups)
 
-    def has_seen(self, groups: Groups) -> bool:
-        """Whether exactly these numbers of rows have been measured often enough."""
-        return all(self._seen[n] >= _MIN_SEEN for n in groups)
-
     def is_learning(self, groups: Groups) -> bool:
         """Whether one of these numbers of rows has been measured, but not often enough."""
         return any(n in self._shape and self._seen[n] < _MIN_SEEN for n in groups)

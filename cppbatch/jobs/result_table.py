@@ -88,11 +88,10 @@ def write_answers(input_format: InputFormat, results: Path, errors: Path, folder
     """
     found = _Results(_existing(results, errors))
     try:
-        for line, name in enumerate(input_format.files, start=1):
+        for line, name in enumerate(_answer_names(input_format.files), start=1):
             if (answer := found.values(line)[0]) is None:
                 continue
-            is_text = PurePosixPath(name).suffix.lower() in _TEXT_FILES
-            path = folder / (name if is_text else f"{name}.txt")
+            path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}.part")
             part.write_bytes(field_text(answer).encode(errors="replace"))
@@ -101,6 +100,20 @@ def write_answers(input_format: InputFormat, results: Path, errors: Path, folder
         raise storage_error(folder, error) from error
     finally:
         found.close()
+
+
+def _answer_names(inputs: Sequence[str]) -> list[str]:
+    """The names of the files with the answers to these input files, each once."""
+    taken, names = set(inputs), []
+    for name in inputs:
+        named = name
+        if PurePosixPath(name).suffix.lower() not in _TEXT_FILES:
+            named = f"{name}.txt"
+            while named in taken:  # of a file beside it, such as that of report.pdf and report.pdf.txt
+                named = f"{named.removesuffix('.txt')}.answer.txt"
+            taken.add(named)
+        names.append(named)
+    return names
 
 
 def _existing(*paths: Path) -> list[Path]:

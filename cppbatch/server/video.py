@@ -64,14 +64,12 @@ def read_video(field: str, data: bytes, settings: VideoSettings, most_bytes: int
 
 def _decode(field: str, program: str, data: bytes, fps: float, most_bytes: int) -> bytes:
     """JPEG files, one after the other."""
-    with tempfile.NamedTemporaryFile(
-        prefix="cppbatch-video-"
-    ) as file:  # a pipe has no end, where MP4 files have a table
-        file.write(data)
-        file.flush()
+    with tempfile.TemporaryDirectory(prefix="cppbatch-video-") as folder:
+        file = Path(folder, "video")  # a pipe has no end, where MP4 files have a table
+        file.write_bytes(data)
         of_input = ["-protocol_whitelist", "file,pipe", "-format_whitelist", _FORMATS, "-max_pixels", str(_MOST_PIXELS)]
         of_output = ["-map", "0:v:0", "-vf", f"fps={fps:g}", "-frames:v", str(_MOST_FRAMES + 1), "-fs", str(most_bytes)]
-        command = [program, "-nostdin", "-loglevel", "error", *of_input, "-i", file.name, *of_output]
+        command = [program, "-nostdin", "-loglevel", "error", *of_input, "-i", str(file), *of_output]
         command += ["-f", "image2pipe", "-c:v", "mjpeg", "-q:v", "2", "-threads", "1", "pipe:1"]
         try:
             done = subprocess.run(
@@ -91,7 +89,7 @@ def _decode(field: str, program: str, data: bytes, fps: float, most_bytes: int) 
             field, f"has frames of more than {most_bytes:,} bytes (--max-media-mb); shorten it, or lower --video-fps"
         )
     if not done.stdout:
-        lines = done.stderr.decode(errors="replace").replace(file.name, "the file").strip().splitlines()
+        lines = done.stderr.decode(errors="replace").replace(str(file), "the file").strip().splitlines()
         raise InvalidRequest(
             field, f"is not a video that ffmpeg can read: {lines[-1] if lines else 'no frames'!s:.200}"
         )

@@ -302,3 +302,14 @@ def test_properties_of_a_schema_are_columns_of_their_types(tmp_path: Path) -> No
 def write_csv(path: Path, texts: list[str]) -> None:
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
+
+
+def test_no_answer_to_a_file_replaces_that_to_another_one(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    texts = {"report": "one", "report.txt": "two", "report.pdf.txt": "three", "report.answer": "four"}
+    for name, text in texts.items():
+        (tmp_path / "in" / name).write_text(text)
+    folder = table(tmp_path, "in", output="answers", fails="-")
+    answers = {path.name: path.read_text() for path in folder.iterdir()}
+    assert sorted(answers.values()) == sorted(text.upper() for text in texts.values())
+    assert answers["report.txt"] == "TWO"

@@ -47,18 +47,21 @@ class FileSet:
         Raises `ConfigError` if it cannot be read.
         """
         self.path = path
+        self._file = content
         self._zip = self._open_zip(content) if content or not path.is_dir() else None
 
     def _open_zip(self, content: IO[bytes] | None) -> zipfile.ZipFile:
         try:
-            found = zipfile.ZipFile(content or open_regular(self.path))
+            self._file = content or open_regular(self.path)
+            found = zipfile.ZipFile(self._file)
         except (OSError, ValueError) as error:
             raise unreadable_file(self.path, error) from None
         except zipfile.BadZipFile as error:
+            self.close()
             raise ConfigError(f"{self.path}: is not a valid zip file: {error}") from None
         size = sum(each.file_size for each in found.infolist())
         if size > _MAX_ZIP_BYTES or len(found.infolist()) > _MAX_FILES:
-            found.close()
+            self._file.close()
             raise ConfigError(
                 f"{self.path}: unpacks to {size >> 20} MiB in {len(found.infolist())} files; the limit is "
                 f"{_MAX_ZIP_BYTES >> 20} MiB in {_MAX_FILES} files: unpack it and give the folder"
@@ -100,8 +103,8 @@ class FileSet:
 
     def close(self) -> None:
         """Closes the zip file."""
-        if self._zip:
-            self._zip.close()
+        if self._file:  # which `ZipFile.close` leaves open
+            self._file.close()
 
 
 def file_text(files: FileSet, name: str) -> tuple[str, int]:
