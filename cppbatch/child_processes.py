@@ -19,10 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import IO, TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from asyncio.subprocess import Process
+from typing import IO, Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -54,14 +51,6 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
             child.wait()
         raise
     return child
-
-
-async def start_in_loop(command: Sequence[str], **options: Any) -> Process:
-    """As `start`, for asyncio. `options` as of `asyncio.create_subprocess_exec`."""
-    from asyncio import create_subprocess_exec  # children and short commands do not need asyncio
-
-    with _signals_blocked():
-        return await create_subprocess_exec(*command, creationflags=_CREATION_FLAGS, **options)
 
 
 def run(
@@ -151,31 +140,17 @@ _group: ContextVar[_Group | None] = ContextVar("_group", default=None)
 _CREATION_FLAGS = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # on Windows: the child gets no Ctrl-C
 
 
-class _Depth(threading.local):
-    """How many blocks of `_signals_blocked` a thread is in: those of coroutines may overlap."""
-
-    depth = 0
-    earlier: set[int]
-
-
-_blocks = _Depth()
-
-
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Blocks `_GROUP_SIGNALS` in this thread, and so in the children that it starts. They arrive afterwards."""
     if sys.platform == "win32":
         yield
         return
-    if not _blocks.depth:
-        _blocks.earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, name) for name in _GROUP_SIGNALS})
-    _blocks.depth += 1
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, name) for name in _GROUP_SIGNALS})
     try:
         yield
     finally:
-        _blocks.depth -= 1
-        if not _blocks.depth:
-            signal.pthread_sigmask(signal.SIG_SETMASK, _blocks.earlier)
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
 # --- in the child ----------------------------------------------------------------------------------------------------

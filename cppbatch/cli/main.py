@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from cppbatch.cli.quiet_imports import QuietImports
+from cppbatch.cluster.worker import process
 from cppbatch.errors import CppBatchError
 
 _MODULES = {
@@ -57,6 +58,9 @@ def main() -> None:
     the system, such as a full disk, are one line and exit code 1."""
     _open_closed_streams()
     try:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts them on import, and has no matrices here
+        if sys.argv[1:2] == ["serve"]:
+            process.start_early()  # it imports in parallel with this process
         cli(standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:

@@ -168,10 +168,8 @@ def serve(
 
         await run_server(start, settings, address, say=say, find_advice=find_advice, show_loading=loading_bar)
 
-    async def run_one(config: EngineConfig, starter: EngineStarter, *, start_early: bool) -> None:
+    async def run_one(config: EngineConfig, starter: EngineStarter) -> None:
         say(f"loading {config.model_path} ...")
-        if start_early:
-            await process.start_early()  # it imports in parallel with this process
         with QuietImports():
             engine = starter.start(config)
             await asyncio.sleep(0)  # sends the worker its settings: it loads the model during the next imports
@@ -179,13 +177,15 @@ def serve(
 
         await run(lambda: OneModel.of(engine, settings), lambda: find_advice(config))
 
+    if ray or deployment.in_process:
+        process.end_early()
     if sources:
         if ray:
             raise ConfigError("--ray runs a single model on a cluster; leave it out, or give one model with -m")
         asyncio.run(run(many_models(sources, config, given_settings(), deployment, settings), lambda: None))
         return
     if ray is None:
-        asyncio.run(run_one(config, deployment, start_early=not deployment.in_process))
+        asyncio.run(run_one(config, deployment))
         return
     if config.rpc:
         raise ConfigError(
@@ -195,7 +195,7 @@ def serve(
     from cppbatch.ray.deployment import deploy
 
     with deploy(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:
-        asyncio.run(run_one(replicas.config, replicas, start_early=False))
+        asyncio.run(run_one(replicas.config, replicas))
 
 
 def find_advice(config: EngineConfig) -> str | None:

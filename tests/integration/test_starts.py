@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,15 +55,18 @@ def test_a_process_imports_no_large_module_that_it_has_no_use_for(program: str) 
 
 
 async def test_a_worker_that_was_started_early_is_the_first_that_is_used() -> None:
-    await process.start_early()
-    early = process._started[0]
+    process.start_early()
+    early, later = process.worker_process(), process.worker_process()
+    process.start_early()
+    unused = process._early[0]
+    process.end_early()
     try:
-        assert await process.worker_process() is early
-        assert not process._started
+        assert early.pid < later.pid
+        assert await asyncio.wait_for(unused.wait(), 60) == -signal.SIGKILL
     finally:
-        assert early.stdin
-        early.stdin.close()  # as when its server ends before it has a model for it
-        assert await asyncio.wait_for(early.wait(), 60) == 0
+        for each in (early, later):
+            each.set_up(b"{}")  # not a setup
+            assert await asyncio.wait_for(each.wait(), 60) == 1
 
 
 # --- footprints ---

@@ -8,7 +8,6 @@ import logging
 import shutil
 import signal
 import tempfile
-from asyncio.subprocess import Process
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from cppbatch.cluster.link import (
     WorkerSetup,
     can_use_files,
 )
-from cppbatch.cluster.worker.process import worker_process
+from cppbatch.cluster.worker.process import WorkerProcess, worker_process
 from cppbatch.config import EngineConfig
 from cppbatch.errors import says_out_of_memory, shorten
 
@@ -65,7 +64,7 @@ class WorkerDied(Exception):
 class WorkerHandle:
     """Created by `start`. The caller must call `end`, even after the worker has died."""
 
-    def __init__(self, folder: Path, link: ServerLink, status: SharedStatus, process: Process) -> None:
+    def __init__(self, folder: Path, link: ServerLink, status: SharedStatus, process: WorkerProcess) -> None:
         self._folder = folder
         self._link = link
         self._status = status
@@ -88,13 +87,12 @@ class WorkerHandle:
         )
         try:
             status = SharedStatus(folder / "status")
-            process = await worker_process()
+            process = worker_process()
         except BaseException:
             link.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        assert process.stdin
-        process.stdin.write(msgspec.json.encode(setup) + b"\n")
+        process.set_up(msgspec.json.encode(setup))
         return cls(folder, link, status, process)
 
     @property
@@ -198,8 +196,7 @@ class WorkerHandle:
 
     def kill(self) -> None:
         """Kills the process if it still runs."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     async def end(self) -> None:
         """Kills the process if it still runs, and removes its folder."""
