@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
+import importlib.util
 import os
+import re
+import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -59,12 +64,29 @@ _NEEDED = """
 """.split()
 
 
+class _Package(types.ModuleType):
+    """The package `llama_cpp` without its content, which imports Jinja2, DiskCache and SQLite: that takes as long as
+    the rest of the imports of llama.cpp. The first use of a name of the package brings it."""
+
+    __version__: str
+    _lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            if self.__class__ is _Package:
+                self.__class__ = types.ModuleType  # type: ignore[assignment]
+                assert self.__spec__
+                assert self.__spec__.loader
+                self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
 def _load() -> Any:
     # If ggml aborts, its message is enough; the backtrace would be a hundred lines.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
-        import llama_cpp
-        from llama_cpp import llama_cpp as bindings
+        version = _add_package()
+        bindings = importlib.import_module("llama_cpp.llama_cpp")
     except ImportError as error:
         raise LibraryError(
             f"llama-cpp-python cannot be imported ({error}). Install it with:\n  {REINSTALL}\n"
@@ -79,9 +101,9 @@ def _load() -> Any:
         raise LibraryError(
             f"llama.cpp's library could not be loaded ({error}). Rebuild it with:\n  {REINSTALL}"
         ) from error
-    if llama_cpp.__version__ != PINNED_VERSION:
+    if version != PINNED_VERSION:
         raise LibraryError(
-            f"llama-cpp-python {llama_cpp.__version__} is installed, but this cppbatch requires {PINNED_VERSION}: "
+            f"llama-cpp-python {version} is installed, but this cppbatch requires {PINNED_VERSION}: "
             f"llama.cpp's API changes between patch releases. Install it with:\n  {REINSTALL}"
         )
     missing = [name for name in _NEEDED if not hasattr(bindings, name)]
@@ -91,6 +113,22 @@ def _load() -> Any:
             f"version. Rebuild it with:\n  {REINSTALL}"
         )
     return bindings
+
+
+def _add_package() -> str:
+    """Makes the modules of `llama_cpp` importable, and returns its version. Raises `ImportError` and `OSError`."""
+    if imported := sys.modules.get("llama_cpp"):
+        return str(imported.__version__)
+    spec = importlib.util.find_spec("llama_cpp")
+    if not spec or not spec.origin:
+        raise ImportError("No module named 'llama_cpp'", name="llama_cpp")
+    package = _Package("llama_cpp")
+    package.__spec__, package.__path__ = spec, spec.submodule_search_locations  # type: ignore[assignment]
+    package.__file__, package.__package__, package.__loader__ = spec.origin, "llama_cpp", spec.loader
+    if found := re.search(r'^__version__ = "(.+)"', Path(spec.origin).read_text(), re.MULTILINE):
+        package.__version__ = found[1]
+    sys.modules["llama_cpp"] = package
+    return str(package.__version__)
 
 
 class _Bindings:
@@ -123,7 +161,7 @@ def nextn() -> Any:
     """The functions for draft heads: `llama_cpp.llama_cpp_ext`, an unstable API. Raises `LlamaError`."""
     _load()
     try:
-        from llama_cpp import llama_cpp_ext
+        llama_cpp_ext = importlib.import_module("llama_cpp.llama_cpp_ext")
     except (ImportError, AttributeError) as error:  # the import looks up each function in the library
         raise LlamaError(f"this llama-cpp-python lacks the functions for draft heads ({error})") from error
     if missing := [name for name in _NEEDED_BY_HEADS if not hasattr(llama_cpp_ext, name)]:

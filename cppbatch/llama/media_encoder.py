@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ def _mtmd() -> Any:
     """The bindings of libmtmd, with the same log as llama.cpp. Raises `LibraryError` if the build has none."""
     assert C.llama_backend_init  # first, so that a missing or wrong llama-cpp-python gets its own error message
     try:
-        from llama_cpp import mtmd_cpp
+        mtmd_cpp = importlib.import_module("llama_cpp.mtmd_cpp")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         command = REINSTALL.replace('CMAKE_ARGS="', 'CMAKE_ARGS="-DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF ')
         raise LibraryError(

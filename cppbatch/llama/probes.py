@@ -73,9 +73,7 @@ def _works(context: Context, kind: Sharing) -> bool:
     tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N_PROBE).astype(np.int32)
     try:
         _continue(context, tokens[:_N_SHARED], 0, 0)
-        expected = _continue(
-            context, tokens[_N_SHARED:], _N_SHARED, 0
-        )  # in the batches of below: rows change rounding
+        expected = _continue(context, tokens[_N_SHARED:], _N_SHARED, 0)  # in the batches of below: rows change rounding
         if np.isnan(expected).all():
             raise ModelError(
                 f"{context.model.path} cannot be used: all logits are NaN, because the file is damaged, or this build "
