@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,8 +74,7 @@ class Answer(NamedTuple):
     usage: RequestUsage
 
 
-@dataclass(frozen=True)
-class WorkloadRun:
+class WorkloadRun(msgspec.Struct, frozen=True):
     """One run of a workload. The answers are in the order of the requests."""
 
     seconds: float
@@ -95,8 +93,7 @@ class WorkloadRun:
         return sum(usage.completion_tokens - 1 for usage in usages) / seconds if seconds > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """The same requests without and with drafts, run in direct succession."""
 
     plain: WorkloadRun

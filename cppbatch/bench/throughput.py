@@ -6,7 +6,6 @@ Compares the engine with a bare loop over `llama_decode`, which is the upper bou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,8 +139,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least {low}")
 
 
-@dataclass(frozen=True)
-class PairedRun:
+class PairedRun(msgspec.Struct, frozen=True):
     """One run of the engine and one of the bare loop, in direct succession."""
 
     engine: Speeds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -32,19 +31,18 @@ Json = dict[str, Any]
 _NEW_LINES = r"/\n{1,2}/"
 
 
-@dataclass(frozen=True)
-class ChatTurn:
+class ChatTurn(msgspec.Struct, frozen=True):
     """A request for the assistant's next message. The API families and the Python interface each create it from their
     own fields, in one function."""
 
     messages: list[Json]
     """OpenAI's objects; images and audio are parts as of `messages`."""
-    tools: list[Json] = field(default_factory=list)
+    tools: list[Json] = msgspec.field(default_factory=list)
     """OpenAI's objects."""
-    choice: ToolChoice = field(default_factory=ToolChoice)
+    choice: ToolChoice = msgspec.field(default_factory=ToolChoice)
     schema: Json | bool | None = None
     """JSON schema that the text must match, unless tools are called; an answer that must be a call has no text."""
-    variables: Json = field(default_factory=dict)
+    variables: Json = msgspec.field(default_factory=dict)
     """Passed to the template."""
     thinking_tokens: int | None = None
     """Maximum reasoning tokens; -1: no limit; None: derived from the variable `reasoning_effort` if the template does
@@ -63,7 +61,7 @@ class ChatTurn:
     parse_special: bool | None = None
     """Read the texts of control tokens, such as `<|im_end|>`, in messages and tools as these tokens. None: no, unless
     the server does by default."""
-    field_names: dict[str, str] = field(default_factory=dict)
+    field_names: dict[str, str] = msgspec.field(default_factory=dict)
     """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors."""
 
     @contextlib.contextmanager
@@ -80,8 +78,7 @@ class ChatTurn:
         return ours.sub(lambda found: self.field_names[found[0]], name) if self.field_names else name
 
 
-@dataclass(frozen=True)
-class PreparedChat:
+class PreparedChat(msgspec.Struct, frozen=True):
     """A chat request as an engine request."""
 
     prompt: str
@@ -90,9 +87,9 @@ class PreparedChat:
     """Creates the parser of a completion."""
     parts: list[Any] | None = None
     """The texts, images and audio of the prompt, in order; None: text only."""
-    params: Json = field(default_factory=dict)
+    params: Json = msgspec.field(default_factory=dict)
     """Fields for `SamplingParams`: possibly a grammar, and the control tokens to include in the text."""
-    renames: dict[str, str] = field(default_factory=dict)
+    renames: dict[str, str] = msgspec.field(default_factory=dict)
     """{a field of `params`, or the prompt: the client's name for its source}, for error messages."""
 
 

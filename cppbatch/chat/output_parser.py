@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
 from cppbatch.chat.scanning import MarkerFinder
@@ -276,22 +277,19 @@ class PlainTextParser:
 # An assistant's message and the deltas it is streamed in.
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """More text of the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """More reasoning, which the model writes before the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True):
     """A tool call starts. `index`: 0 for the first call of the message."""
 
     index: int
@@ -301,8 +299,7 @@ class ToolCallStart:
     """Of a custom tool, whose arguments are a text."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentsDelta:
+class ArgumentsDelta(msgspec.Struct, frozen=True):
     """More of a tool call's arguments, which are JSON text, or of a custom tool's text."""
 
     index: int
@@ -312,8 +309,7 @@ class ArgumentsDelta:
 Delta = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
-@dataclass(slots=True)
-class ToolCall:
+class ToolCall(msgspec.Struct):
     """A complete tool call."""
 
     id: str
@@ -323,13 +319,12 @@ class ToolCall:
     is_custom: bool = False
 
 
-@dataclass(slots=True)
-class AssistantMessage:
+class AssistantMessage(msgspec.Struct):
     """A complete message, merged from deltas."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[ToolCall] = msgspec.field(default_factory=list)
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Appends deltas."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -19,8 +18,7 @@ _KNOWN_TAGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningTags:
+class ReasoningTags(msgspec.Struct, frozen=True):
     """Example: `<think>` and `</think>`."""
 
     start: str

@@ -7,13 +7,13 @@ import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.messages import (
@@ -170,7 +170,7 @@ def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParam
     visible = (*params.visible_tokens, *chat.params.get("visible_tokens", ()))
     required = {"json_schema": None} | chat.params | {"visible_tokens": visible}
     try:
-        return msgspec.structs.replace(params, **required)
+        return replace(params, **required)
     except InvalidRequest as error:
         raise error.with_field(chat.renames.get(error.field, error.field)) from error
 

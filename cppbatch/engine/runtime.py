@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypedDict
@@ -13,6 +12,7 @@ from typing import Protocol, TypedDict
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from cppbatch.config import (
     CPU_PARTS,
@@ -100,8 +100,7 @@ class Computation(Memory, Protocol):
     def token_embeddings(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
 
 
-@dataclass(frozen=True)
-class Layouts:
+class Layouts(msgspec.Struct, frozen=True):
     """The two layouts of an engine that switches layouts."""
 
     change: Callable[[KvLayout], Sharing]
@@ -113,8 +112,7 @@ class Layouts:
     share cells, or a GPU reads repeated cells of streams faster than other sequences' cells in the unified layout."""
 
 
-@dataclass(frozen=True)
-class Runtime:
+class Runtime(msgspec.Struct, frozen=True):
     """The model and context of an engine. Tests create one with a fake context."""
 
     context: Computation
@@ -141,7 +139,7 @@ class Runtime:
     """The proposer that drafts from hidden rows, which must see the model's computations."""
     media: MediaInput | None = None
     """Encodes images and audio; None: prompts are text only."""
-    state_settings: Mapping[str, str] = field(default_factory=dict)
+    state_settings: Mapping[str, str] = msgspec.field(default_factory=dict)
     """What keys and values depend on besides the files of weights and cache types: the version of llama.cpp, and
     settings that affect them. Saved states are only valid for engines with the same value."""
     n_rollback: int = 0
@@ -355,7 +353,7 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
         )
     lent = nullcontext if runtime.threads is None else partial(runtime.threads.lent, n_threads)
     media = MediaInput(encoder, compute=lent)
-    return replace(runtime, media=media, info=msgspec.structs.replace(runtime.info, modalities=encoder.modalities))
+    return replace(runtime, media=media, info=replace(runtime.info, modalities=encoder.modalities))
 
 
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:

@@ -18,9 +18,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
+
+import msgspec
 
 from cppbatch.engine.ideal import StepWork
 from cppbatch.engine.kv.batch_order import (
@@ -55,16 +56,15 @@ _MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences to consider, in mult
 Chunk = tuple[Seq, int]
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct):
     """One step: which sequences compute how many of their pending tokens."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = msgspec.field(default_factory=list)
     """Sequences with the number of tokens to compute, pending ones before draft tokens, in batch order."""
-    media: list[Chunk] = field(default_factory=list)
+    media: list[Chunk] = msgspec.field(default_factory=list)
     """Sequences with the number of image or audio vectors to compute, in a separate batch before that of `chunks`."""
-    padding: list[PaddingRow] = field(default_factory=list)
-    entries: list[BatchEntry] = field(default_factory=list)
+    padding: list[PaddingRow] = msgspec.field(default_factory=list)
+    entries: list[BatchEntry] = msgspec.field(default_factory=list)
     """If the batch has more than the chunks: chunks, parts of them and padding rows in batch order."""
     row_groups: Groups = ()
     """Decode rows that llama.cpp computes together, including padding rows and prompt tokens among them."""
@@ -72,7 +72,7 @@ class StepPlan:
     """The LoRA adapters shared by all these sequences."""
     is_switch: bool = False
     """Whether the previous step had other adapters."""
-    admitted: list[Seq] = field(default_factory=list)
+    admitted: list[Seq] = msgspec.field(default_factory=list)
     n_decode: int = 0
     """The number of chunks that are decode rows; the others are prefill."""
     n_beside: int = 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from cppbatch.engine.sampling.structured_output import Constraint
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MediaRun:
+class MediaRun(msgspec.Struct, frozen=True, eq=False):
     """Consecutive placeholder tokens of a prompt, for the vectors of an image, a part of one, or audio."""
 
     start: int
@@ -79,13 +78,12 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
 """The allowed status changes, made by the methods of `Seq` under "changes of tokens and status"."""
 
 
-@dataclass(slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct):
     """The new part of a sequence since its last event: first the tokens, later their text. See `OutputProcessor`."""
 
     sequence: Seq
-    tokens: list[int] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    tokens: list[int] = msgspec.field(default_factory=list)
+    logprobs: dict[int, TokenLogprob] = msgspec.field(default_factory=dict)
     """Log-probabilities by index in `tokens`."""
     starts_text: bool = False
     """Whether the prompt's text precedes these tokens (`echo`)."""
@@ -98,9 +96,9 @@ class StepOutput:
     text: str = ""
     end_logprob: TokenLogprob | None = None
     """For the end token, which ended the sequence and has no text."""
-    token_texts: list[str] = field(default_factory=list)
+    token_texts: list[str] = msgspec.field(default_factory=list)
     """The text of each of these tokens."""
-    text_logprobs: list[TokenLogprob] = field(default_factory=list)
+    text_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     """Log-probabilities with their offsets in the text."""
     event: GenerationEvent | None = None
     """Set when the text is complete."""

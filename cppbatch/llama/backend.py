@@ -12,10 +12,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+import msgspec
 
 from cppbatch.config import CHOICES, Numa
 from cppbatch.errors import CppBatchError, OutOfMemory, says_out_of_memory, shorten
@@ -35,8 +36,7 @@ _RECENT_S = 2.0  # error lines before a failure that belong to it
 _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """A compute device, with ggml's name. Memory in bytes; both sizes are 0 if the driver does not report them."""
 
     name: str

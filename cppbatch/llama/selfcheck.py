@@ -13,8 +13,9 @@ import re
 import signal
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from cppbatch import child_processes
 from cppbatch.errors import LibraryError
@@ -31,8 +32,7 @@ _ABORT = re.compile(r"^\S+\.\w+:\d+: (.+)|^ *what\(\): +(.+)", re.MULTILINE)  # 
 _CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name)}  # Windows has fewer
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """The result of the child process."""
 
     fast_path_works: bool
@@ -88,8 +88,7 @@ def _run_check() -> Verdict:
         return Verdict(False, plain is None, (plain or fast).text, certain)
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """How a child process failed."""
 
     text: str

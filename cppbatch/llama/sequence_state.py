@@ -17,9 +17,9 @@ but restores the cells of any stream into that of the restored sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,8 +35,7 @@ _NUMBER_BYTES = {0: 4, 1: 2, 30: 2}  # by ggml_type, for those that can be trans
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class SequenceState:
+class SequenceState(msgspec.Struct, frozen=True):
     """The keys and values of one sequence, copied to host memory by `Context.save_sequence`."""
 
     data: Bytes

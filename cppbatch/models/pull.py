@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from cppbatch import child_processes
 from cppbatch.errors import ModelError
@@ -33,8 +34,7 @@ from cppbatch.models.url import pull_url, pull_url_file, url_file
 _CHUNK = 1 << 20
 
 
-@dataclass(frozen=True)
-class PackagedModel:
+class PackagedModel(msgspec.Struct, frozen=True):
     """A GGUF file in a PyPI wheel."""
 
     requirement: str

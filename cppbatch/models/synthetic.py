@@ -11,11 +11,11 @@ import math
 import os
 import string
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
@@ -45,14 +45,13 @@ _KERNEL = 16  # rows that are shorter are kernels of a convolution
 _MAX_RANDOM = 1 << 22  # or 8B shapes would take too long
 
 
-@dataclass(frozen=True)
-class GgufVocab:
+class GgufVocab(msgspec.Struct, frozen=True):
     """A vocabulary: three lists with one entry per token id. SentencePiece, unless `copied` contains another kind."""
 
     pieces: list[str]
     scores: list[float]  # empty for kinds that have none
     types: list[int]  # gguf.TokenType
-    copied: dict[str, Any] = field(default_factory=dict)
+    copied: dict[str, Any] = msgspec.field(default_factory=dict)
     """The other metadata of a copied tokeniser: `GGUFReader` fields by name (kind, merges, special ids, template)."""
 
     def ids(self, *types: int) -> list[int]:
@@ -119,8 +118,7 @@ COPIED_KINDS = {"gpt2": "byte-level BPE (gpt2)", "llama": "SentencePiece (llama)
 """The kinds of vocabularies that `copy_vocab` accepts, by GGUF's names: their unused tokens never match a text."""
 
 
-@dataclass(frozen=True)
-class LlamaShape:
+class LlamaShape(msgspec.Struct, frozen=True):
     """The sizes of a Llama model. Raises ValueError if they do not fit together."""
 
     n_layer: int = 2

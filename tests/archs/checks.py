@@ -6,7 +6,6 @@ batch but for the order of sums.
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +84,7 @@ class Subject:
         config = msgspec.structs.replace(self.config, **settings)
         runtime = open_runtime(config, self.model)
         if proposers and runtime.proposers:
-            runtime = dataclasses.replace(runtime, proposers=proposers)
+            runtime = msgspec.structs.replace(runtime, proposers=proposers)
         with BatchInferenceEngine(config, runtime=runtime, survives_failures=False) as engine:
             yield engine
 

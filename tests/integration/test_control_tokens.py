@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, MediaPrompt, PlainText
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,7 +33,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines get their drafts from `Replay` only, and look for them in every step."""
 
     def load(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
-        return dataclasses.replace(load_runtime(config, progress), proposers=[Replay()])
+        return msgspec.structs.replace(load_runtime(config, progress), proposers=[Replay()])
 
     monkeypatch.setattr(core_module, "load_runtime", load)
     monkeypatch.setattr(speculator, "_VAIN", 1 << 40)

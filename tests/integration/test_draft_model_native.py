@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -123,7 +123,7 @@ def renamed(path: Path) -> Path:
     vocab = byte_vocab()
     pieces = list(vocab.pieces)
     pieces[300] = "other"
-    return tiny_models.llama(path, vocab=dataclasses.replace(vocab, pieces=pieces))
+    return tiny_models.llama(path, vocab=msgspec.structs.replace(vocab, pieces=pieces))
 
 
 def test_another_vocabulary_is_refused_with_the_first_difference(tiny_llama: Path, tmp_path: Path) -> None:

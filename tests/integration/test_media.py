@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, SamplingParams
 from cppbatch.engine.kv.save_cost import DiskCost

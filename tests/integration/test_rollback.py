@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -151,7 +151,7 @@ def replaying(path: Path, **settings: Any) -> BatchInferenceEngine:
     )
     runtime = load_runtime(config)
     engine = BatchInferenceEngine(
-        config, runtime=dataclasses.replace(runtime, proposers=runtime.proposers and [Replay()])
+        config, runtime=msgspec.structs.replace(runtime, proposers=runtime.proposers and [Replay()])
     )
     know(engine, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
     return engine

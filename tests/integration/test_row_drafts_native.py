@@ -3,12 +3,12 @@ alone, the text stays the model's own, and files that would abort the process ar
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -378,7 +378,7 @@ def test_another_vocabulary_is_refused(files: Files, tmp_path: Path) -> None:
     vocab = byte_vocab()
     pieces = list(vocab.pieces)
     pieces[300] = "other"
-    other = dataclasses.replace(vocab, pieces=pieces)
+    other = msgspec.structs.replace(vocab, pieces=pieces)
     refused(files.target("eagle3"), tiny_models.eagle3(tmp_path / "e.gguf", vocab=other), "token 300 is 'other'")
     refused(files.target("dflash"), tiny_models.dflash(tmp_path / "d.gguf", vocab=other), "token 300 is 'other'")
 

@@ -7,11 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from cppbatch.config import EngineConfig, KvLayout, Sharing
 from cppbatch.engine.runtime import Runtime, load_runtime

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pydantic
 import pytest
 from aiohttp import web
@@ -66,7 +67,7 @@ class ScriptedFormat:
         self.asked: Json = {}
 
     def prepare(self, turn: ChatTurn) -> PreparedChat:
-        self.asked = dict(vars(turn))
+        self.asked = msgspec.structs.asdict(turn)
         return PreparedChat(
             prompt=str(turn.messages),
             output_parser=lambda: ScriptedReader(self._script),

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from msgspec.structs import replace
 
 from cppbatch.models.synthetic import (
     GgufVocab,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from cppbatch.bench.explain import measure_bare_costs
 from cppbatch.bench.prompts import Lengths, check_can_run, random_prompt
@@ -103,14 +103,12 @@ def compare_strategies(
     Raises `ConfigError` and the engine's exceptions.
     """
     if config.kv_layout == "auto":  # all strategies share one context, so none may switch its layout
-        config = msgspec.structs.replace(config, kv_layout="unified")
+        config = replace(config, kv_layout="unified")
     sizes = sorted(compared.batch_sizes) or [config.n_parallel]
     rows: list[dict[str, Any]] = []
     for n in sizes:
-        here = msgspec.structs.replace(work, n_requests=n * compared.requests_per_sequence or work.n_requests)
-        info, runs_by_strategy, ideal_s = _measure(
-            msgspec.structs.replace(config, n_parallel=n), compared, here, progress
-        )
+        here = replace(work, n_requests=n * compared.requests_per_sequence or work.n_requests)
+        info, runs_by_strategy, ideal_s = _measure(replace(config, n_parallel=n), compared, here, progress)
         sequential = runs_by_strategy.get("sequential")
         for name, runs in runs_by_strategy.items():
             of_ideal = Spread.of(ideal_s / run.seconds for run in runs)
@@ -146,7 +144,7 @@ def _measure(
 ) -> tuple[ModelInfo, dict[str, list[WorkloadRun]], float]:
     """The runs of each strategy with `config.n_parallel` sequences, and the ideal seconds of the requests."""
     longest = round_up(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
-    config = msgspec.structs.replace(
+    config = replace(
         config,
         n_ctx=config.n_parallel * longest,
         max_queue=max(config.max_queue, work.n_requests),
@@ -230,8 +228,7 @@ def _arrival(work: OfflineWorkload) -> str:
 # The requests of a strategy comparison: the same lengths, tokens and arrival times for every strategy.
 
 
-@dataclass(frozen=True)
-class TimedRequest:
+class TimedRequest(msgspec.Struct, frozen=True):
     """One request."""
 
     at: float
@@ -287,8 +284,7 @@ def _random_lengths(draw: np.random.Generator, lengths: Lengths, n: int) -> list
 _POLL_S = 0.001  # between checks for arrivals and collected batches while no sequence is running
 
 
-@dataclass(frozen=True)
-class WorkloadRun:
+class WorkloadRun(msgspec.Struct, frozen=True):
     """The result of a workload. Lists are in the order of the requests; times are in seconds from arrival."""
 
     seconds: float

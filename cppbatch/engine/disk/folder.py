@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -238,8 +237,7 @@ def _discard(handle: int, path: str) -> None:
 # The index of the prefixes on disk that an engine can use; finds them by their tokens.
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class DiskPrefix:
+class DiskPrefix(msgspec.Struct, frozen=True, eq=False):
     """A prefix on disk."""
 
     name: str

@@ -16,7 +16,6 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -260,8 +259,7 @@ class SlotReport(msgspec.Struct, frozen=True, kw_only=True):
     """The size of the file."""
 
 
-@dataclass(frozen=True)
-class SlotPrefix:
+class SlotPrefix(msgspec.Struct, frozen=True):
     """A cached prefix being saved to or restored from a file."""
 
     tokens: Tokens

@@ -9,9 +9,9 @@ with the same system prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,8 +28,7 @@ _EVERY = 512  # tokens between checkpoints in the absence of markers
 _ENDS = "ends"  # in the form of a state followed by the parts of checkpoints
 
 
-@dataclass(frozen=True, slots=True)
-class StateWithParts:
+class StateWithParts(msgspec.Struct, frozen=True):
     """A saved state with the parts of its checkpoints, as a single state: for slot files and prefixes on disk."""
 
     state: SavedState

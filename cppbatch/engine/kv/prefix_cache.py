@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from cppbatch.config import Sharing
 from cppbatch.engine.cells import Span
@@ -58,8 +59,7 @@ class CachedPrefix:
         return self.n_taken > 0
 
 
-@dataclass(slots=True, eq=False)
-class Checkpoint:
+class Checkpoint(msgspec.Struct, eq=False):
     """The memory of these tokens that cannot be truncated: the cells of sliding windows, recurrent states.
 
     Allows a sequence with their full-attention cells, and later ones, to return to their end. Only if sharing is
@@ -78,8 +78,7 @@ class Checkpoint:
         return self.saved.n_bytes + self.tokens.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """A prefix to reuse: the first `n` tokens of `source`."""
 
     source: Seq | CachedPrefix
@@ -92,8 +91,7 @@ class Match:
     """Whether the source is the prefix of the requested slot (`id_slot`), which may be truncated."""
 
 
-@dataclass(slots=True)
-class DiskCounts:
+class DiskCounts(msgspec.Struct):
     """Counters for prefixes on disk, since the start of the engine."""
 
     hits: int = 0

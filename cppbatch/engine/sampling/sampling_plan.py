@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +33,7 @@ class SamplingType(Enum):
     """A chain of llama.cpp's samplers, row by row."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
+class SamplingPlan(msgspec.Struct, frozen=True):
     """How a request is sampled: its `SamplingParams`, resolved against the vocabulary."""
 
     sampling_type: SamplingType

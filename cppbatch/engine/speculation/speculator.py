@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -59,8 +59,7 @@ _NEW_VERIFIED = 0.1  # weight of a new time in that of an accepted token
 Probabilities = npt.NDArray[np.float64]
 
 
-@dataclass(slots=True)
-class DraftPlan:
+class DraftPlan(msgspec.Struct):
     """The number of draft tokens per row of a step."""
 
     lengths: list[int]
@@ -73,8 +72,7 @@ class DraftPlan:
     """Draft tokens of each padding row."""
 
 
-@dataclass(slots=True)
-class DraftLimits:
+class DraftLimits(msgspec.Struct):
     """What a step allows."""
 
     tokens: int

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -52,17 +51,16 @@ _MAX_RUNNING_BATCHES = 8  # each has a thread and open files
 _EXPIRED = "This request could not be executed before the completion window expired."
 
 
-@dataclass(frozen=True)
-class BatchResources:
+class BatchResources(msgspec.Struct, frozen=True):
     """The resources that all batches of a server share."""
 
     serves: Callable[[str], bool]
     """Whether this server has the model of a batch."""
     execution: Callable[[BatchRecord], tuple[RequestHandler, RequestSlots]]
     """The handler of a batch's requests, and the slots of which each running request holds one."""
-    running_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
+    running_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
     """One per batch with running requests."""
-    validation_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    validation_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(1))
     """One per batch in validation."""
 
 
@@ -440,13 +438,12 @@ _MAX_ERRORS = 100  # in the batch object; the error file contains all errors
 _LINES_PER_PAUSE, _PAUSE_S = 256, 0.0002
 
 
-@dataclass
-class ValidationResult:
+class ValidationResult(msgspec.Struct):
     """Counts and first errors of an input."""
 
     n_lines: int = 0
     n_valid: int = 0
-    errors: list[BatchError] = field(default_factory=list)
+    errors: list[BatchError] = msgspec.field(default_factory=list)
 
 
 def read_batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterator[JobRequest | RejectedLine]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -134,14 +133,13 @@ def raise_failure(event: GenerationEvent) -> None:
 _LARGE = 20_000  # values; larger responses are built on another thread, so that other requests do not wait
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True):
     """The engine requests of one HTTP request, and how its response is built."""
 
     requests: list[GenerationRequest]
     builder: ResponseBuilder
     stream: bool = False
-    field_names: dict[str, str] = field(default_factory=dict)
+    field_names: dict[str, str] = msgspec.field(default_factory=dict)
     """The client's names for engine request fields, for error messages."""
     ignored: tuple[str, ...] = ()
     """The names of fields without effect, for the response header `X-Ignored-Fields`."""
@@ -287,8 +285,7 @@ class _Stream:
 # An assistant message as a sequence of content blocks, for APIs that return text, reasoning and calls in order.
 
 
-@dataclass(slots=True)
-class ContentBlock:
+class ContentBlock(msgspec.Struct):
     """A block of text, a block of reasoning, or a tool call."""
 
     index: int

@@ -7,14 +7,13 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from cppbatch import __version__
 from cppbatch.chat.capabilities import TemplateCaps
@@ -273,7 +272,7 @@ class Serving:
         limit = self.limits.default_tokens(UNLIMITED)
         if params.max_tokens != UNLIMITED or limit == UNLIMITED:
             return params
-        return msgspec.structs.replace(params, max_tokens=limit)  # validates again: min_tokens may exceed the limit
+        return replace(params, max_tokens=limit)  # validates again: min_tokens may exceed the limit
 
     def engine_requests(
         self,

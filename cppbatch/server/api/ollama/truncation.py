@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.errors import InvalidRequest
