@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp import mtmd_cpp
 
 from cppbatch.errors import DecodeFailed, LibraryError, LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, Model, library
@@ -229,6 +231,23 @@ def test_another_version_of_the_library_is_refused_with_both_versions_and_the_li
     assert "0.3.99" in str(caught.value)
     assert library.PINNED_VERSION in str(caught.value)
     assert library.REINSTALL in str(caught.value)
+
+
+def test_each_parameter_that_is_set_is_a_field_of_llama_cpps_structs() -> None:
+    # ctypes takes any attribute: one that llama.cpp has renamed would have no effect, without an error
+    structs = (
+        llama_cpp.llama_model_params, llama_cpp.llama_context_params, llama_cpp.llama_sampler_chain_params,
+        llama_cpp.llama_model_quantize_params, mtmd_cpp.mtmd_context_params,
+    )  # fmt: skip
+    fields = {name for struct in structs for name, _ in struct._fields_}
+    assigned = {
+        node.attr
+        for file in Path(library.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "params"
+    }
+    assert len(assigned) > 35
+    assert assigned <= fields
 
 
 def test_a_missing_library_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,12 @@ def test_every_named_script_test_and_example_exists(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_each_decision_is_in_the_index_once() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"^- \d{4} \[.+\]\((\d{4}-.+\.md)\)", (folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in folder.glob("0*.md"))
+
+
 SHOWN_BY = re.findall(r"`(\w+/test_\w+\.py): (test_\w+)`", (ROOT / "SECURITY.md").read_text())
 
 
