@@ -51,7 +51,7 @@ class TextQuality(NamedTuple):
     source_perplexity: float
     """exp of the mean of -log p(token) of the source."""
     perplexity: float
-    """As `source_perplexity`, for the other model."""
+    """exp of the mean of -log p(token) of the other model."""
     kl_divergence: float
     """Mean over the positions of sum p (log p - log q), in nats: p of the source, q of the other model."""
     same_top: float
@@ -193,7 +193,7 @@ def compare_cache_types(
 
 
 # --- compare files ---------------------------------------------------------------------------------------------------
-# Compares two files of a model: size, memory, speed measured in turns, and text quality.
+# Compares two files of a model: size, memory, speed measured alternately, and text quality.
 
 
 _PARALLEL = 16
@@ -251,7 +251,7 @@ def _weights(configs: list[EngineConfig]) -> list[int | None]:
 
 
 def _speeds(first: Model, second: Model, configs: list[EngineConfig]) -> list[dict[str, Spread]]:
-    """Measurements of both models, in turns, so that both are subject to the same disturbances."""
+    """Measures both models alternately, so that both are subject to the same disturbances."""
     n_ctx = _PARALLEL * (_PROMPT + _NEW)
     contexts = [
         make_context(replace(config, n_ctx=n_ctx), model)

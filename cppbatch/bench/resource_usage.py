@@ -203,7 +203,7 @@ class OtherPrograms(NamedTuple):
     """The CPU use of other programs over an interval."""
 
     cores: float
-    """Of those that this process may use."""
+    """CPU cores kept busy, of those that this process may use."""
     busiest: list[BusyProgram]
     """At most three, busiest first."""
 

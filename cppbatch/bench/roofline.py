@@ -194,14 +194,14 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     dense_weights: float
     """Elements of their matrices; each is multiplied and added once per row."""
     expert_bytes: float
-    """Of all experts (MoE); a step reads those used by any of its rows."""
+    """The weights of all experts (MoE); a step reads those used by any of its rows."""
     expert_weights: float
     experts_used: float
     """The fraction of experts that a row uses."""
     kv_bytes: float
-    """Of the keys and values of a token, in all layers."""
+    """The size of a token's keys and values, in all layers."""
     state_bytes: float
-    """Of a sequence's recurrent state, which a step reads and writes."""
+    """The size of a sequence's recurrent state, which a step reads and writes."""
     attention_flops: float
     """Operations of a row per token that it attends to."""
     main_type: str

@@ -1,6 +1,6 @@
 """`cppbatch bench throughput --spec`: the speedup from speculative decoding, by workload and batch size.
 
-One engine runs the same requests with and without drafts (`SamplingParams.speculate`), in turns.
+One engine runs the same requests with and without drafts (`SamplingParams.speculate`), alternately.
 """
 
 from __future__ import annotations

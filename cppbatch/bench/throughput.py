@@ -147,7 +147,7 @@ class PairedRun(msgspec.Struct, frozen=True):
     phases: dict[str, float]
     """Mean seconds of a decode step, by engine phase."""
     seconds: float
-    """Of the engine's run, including prompts."""
+    """The duration of the engine's run, including prompts."""
     joules: float | None
     """Energy of the engine's run; None if unknown."""
     gpu_percent: float | None

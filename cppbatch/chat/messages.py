@@ -60,7 +60,7 @@ class MediaSource(msgspec.Struct, frozen=True):
 
     kind: SourceKind
     field: str
-    """Its name in errors."""
+    """The field that errors name."""
     url: str
     """A data URL, an http, https or file URL, or plain base64."""
 

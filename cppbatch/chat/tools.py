@@ -199,11 +199,11 @@ class CustomCallParser:
         self._open: tuple[int, _InputReader] | None = None  # the custom call whose arguments come now
 
     def push(self, text: str) -> list[Delta]:
-        """As `OutputParser.push`."""
+        """Returns deltas in which calls of custom tools have text as arguments."""
         return self._convert(self._parser.push(text))
 
     def close(self) -> list[Delta]:
-        """As `OutputParser.close`."""
+        """Ends the completion and the open custom call."""
         return [*self._convert(self._parser.close()), *self._end()]
 
     def _convert(self, deltas: list[Delta]) -> list[Delta]:

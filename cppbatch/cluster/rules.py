@@ -29,7 +29,7 @@ class Prefix(NamedTuple):
     """The start of a prompt."""
 
     n_tokens: int
-    """Its length; 4 characters of a text count as a token."""
+    """The length of the prefix; 4 characters of a text count as a token."""
     hash: int
     """Hash of its text or token ids, with the cache salt and the LoRA adapters. Only valid in this process."""
 

@@ -99,12 +99,12 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def media(self) -> list[Media]:
-        """Its images and audio, in order."""
+        """The images and audio, in order."""
         return [part for part in self.parts if isinstance(part, Media)]
 
     @property
     def text(self) -> str:
-        """Its texts."""
+        """The texts, joined."""
         return "".join(map(text_of_part, self.parts))
 
 
@@ -298,7 +298,7 @@ class TokenPiece(msgspec.Struct, frozen=True):
 
     id: int
     piece: bytes
-    """Its bytes, possibly part of a character; for a control token, its text."""
+    """The token's bytes, possibly part of a character; for a control token, its text."""
 
 
 def detokenize(tokens: list[TokenPiece]) -> str:
@@ -311,7 +311,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
     token: int
     piece: bytes
-    """Its bytes, possibly part of a character; for a control token, its text."""
+    """The token's bytes, possibly part of a character; for a control token, its text."""
     logprob: float | None
     """None for the first token of a prompt, which is not predicted."""
     top: list[tuple[int, bytes, float]] = []
@@ -354,7 +354,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     error_field: str | None = None
     """The request field that caused the error; None: the engine failed."""
     overflow: ContextOverflow | None = None
-    """As in `InvalidRequest`, for a refused request in a list."""
+    """Set if the prompt of a request in a list is longer than the context."""
 
     @property
     def is_report(self) -> bool:

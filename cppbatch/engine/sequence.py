@@ -322,7 +322,7 @@ class Seq:
         return n if self.is_scored or self.request.task == "embed" else max(0, n - self.n_pending + 1)
 
     def text_tokens(self, start: int) -> npt.NDArray[np.int32]:
-        """As `known_tokens`, without the placeholders of images and audio."""
+        """The known tokens from index `start`, without the placeholders of images and audio."""
         tokens = self.known_tokens(start)
         return tokens[tokens >= 0] if self.media else tokens
 

@@ -183,7 +183,7 @@ class Context:
         # Some models have a table of n_ctx_train positions.
         self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
         self.flash_attn: FlashAttention = flash_attn
-        """As requested."""
+        """The setting as requested."""
         if self.gives_hidden_rows:
             self.give_hidden_rows(self._row_layers)
         self._memory = C.llama_get_memory(handle)  # None for BERT; llama.cpp's functions accept it

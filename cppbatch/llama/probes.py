@@ -53,8 +53,8 @@ def probe_prefix_sharing(context: Context) -> Sharing:
 
 
 def find_prefix_sharing(context: Context, *settings: object) -> Sharing:
-    """As `probe_prefix_sharing`, cached if the expected kind works, for a model's files, this library, its devices, and
-    the `repr` of these settings. Any other kind is probed each time, with a warning."""
+    """Returns the kind that `probe_prefix_sharing` finds. The expected kind is cached for a model's files, this
+    library, its devices and the `repr` of these settings; any other is probed each time, with a warning."""
     devices = [(each.name, each.description) for each in Backend.get().devices()]
     shape = context.kv_unified, context.n_ctx_seq, context.n_seq_max, context.n_batch
     files = model_parts(context.model.path)

@@ -51,12 +51,12 @@ class HeadBatch(Batch):
     def add_hidden_run(
         self, tokens: Int32Array, hidden: HiddenRows, position: int, seq_id: int, *, n_logits: int
     ) -> None:
-        """As `add_run`, with the previous hidden row of each token."""
+        """Adds a run of tokens, each with its previous hidden row."""
         self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
         self.add_run(tokens, position, seq_id, n_logits=n_logits)
 
     def add_hidden_rows(self, tokens: list[int], hidden: HiddenRows, positions: list[int], seq_ids: list[int]) -> None:
-        """As `add_rows`, with the previous hidden row of each token."""
+        """Adds rows, each with the previous hidden row of its token."""
         self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
         self.add_rows(tokens, positions, seq_ids)
 
@@ -109,7 +109,7 @@ class HeadContext(Context):
         return self
 
     def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
-        """As `Context.give_hidden_rows`. Also sets the head to compute."""
+        """Makes decodes give hidden rows, and sets the head to compute."""
         super().give_hidden_rows(layers)
         if self._head:
             nextn().llama_set_nextn_layer_offset(self.handle, self._head)
@@ -202,8 +202,7 @@ class AssistantContext(HeadContext):
         )  # fmt: skip
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
-        """As `Context.reopen`, with the current sizes and flash attention setting of its target, which lays out the
-        cells."""
+        """Takes the current sizes and flash attention setting of its target, which lays out the cells."""
         target = self._of_cells
         super().reopen(n_ctx=target.n_ctx, kv_unified=target.kv_unified, flash_attn=target.flash_attn)
 
@@ -243,8 +242,7 @@ class DFlashContext(HeadContext):
         self._block_batch = Batch(self.n_batch)
 
     def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
-        """As `Context.give_hidden_rows`: the lattice of DFlash2, of all tokens. Also sets the attention mask of a
-        block."""
+        """Makes all tokens give the lattice of DFlash2, and sets the attention mask of a block."""
         super().give_hidden_rows(layers)
         nextn().llama_set_embeddings_nextn(self.handle, bool(self._file.top_k), False)
         C.llama_set_causal_attn(self.handle, self._file.is_causal)
@@ -256,7 +254,7 @@ class DFlashContext(HeadContext):
 
     @property
     def n_logits(self) -> int:
-        """As `HeadContext.n_logits`: rows of all tokens of the blocks, unless there is a lattice."""
+        """The maximum number of rows of logits: of all tokens of the blocks, unless there is a lattice."""
         return self.n_seq_max if self._file.top_k else min(self.n_batch, self.n_seq_max * self.block)
 
     def new_rows(self) -> RowBatch:

@@ -164,7 +164,7 @@ class SamplerChain:
         return self.draw(logits, seed)[0]
 
     def draw(self, logits: npt.NDArray[np.float32], seed: int = 0) -> tuple[int, npt.NDArray[Any]]:
-        """As `sample`, but also returns the candidates that the samplers have left, with the fields `id` and `logit`.
+        """Samples a token. Also returns the candidates that the samplers have left, with fields `id` and `logit`.
 
         Raises `OutOfRange` for a row of another size, `LlamaError` if no token can be sampled (all logits are -inf, or
         one is NaN or +inf).
@@ -347,8 +347,7 @@ class BackendSampling:
         return ids, self._rows(C.llama_get_sampled_logits_ith(handle, first), rows, np.float32)
 
     def _rows(self, first: Any, rows: list[int], dtype: type[Any]) -> npt.NDArray[Any]:
-        """These rows of one of llama.cpp's output buffers, which have n_vocab values per row; a view if they are
-        neighbours.
+        """Returns rows of llama.cpp's output buffer with n_vocab values per row; a view if they are neighbours.
 
         `first`: a pointer to the first value of `rows[0]`.
         """

@@ -246,7 +246,7 @@ class TemplateHandler:
         top_logprobs: int | None = None,
         **given: Any,
     ) -> Any:
-        """As in `llama_cpp.llama_chat_format.LlamaChatCompletionHandler`."""
+        """Answers a chat with the arguments of llama-cpp-python's `LlamaChatCompletionHandler`."""
         if functions is not None:
             tools = [{"type": "function", "function": function} for function in functions]
         if isinstance(function_call, dict):

@@ -242,7 +242,7 @@ class _CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """As in `AbstractResolver`. Raises `InvalidRequest` if none is left."""
+        """Returns the addresses that may be connected to. Raises `InvalidRequest` if none is left."""
         found = await self._resolver.resolve(host, port, family)
         allowed = [each for each in found if self._domains.may_connect(each["host"])]
         if not allowed:
@@ -251,5 +251,5 @@ class _CheckedResolver(AbstractResolver):
         return allowed
 
     async def close(self) -> None:
-        """As in `AbstractResolver`."""
+        """Closes aiohttp's resolver."""
         await self._resolver.close()

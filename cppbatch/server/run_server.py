@@ -97,7 +97,7 @@ async def _wait_until_loaded(models: ServedModels, stop: asyncio.Event, show_loa
 
 
 def _on_daemon_thread(find_advice: Callable[[], str | None]) -> asyncio.Future[str | None]:
-    """Its result. Unlike with `asyncio.to_thread`, the process does not wait for it at exit."""
+    """Runs `find_advice`. Unlike with `asyncio.to_thread`, the process does not wait for it at exit."""
     loop = asyncio.get_running_loop()
     advice: asyncio.Future[str | None] = loop.create_future()
 
@@ -163,7 +163,7 @@ class Listener:
 
     @property
     def urls(self) -> list[str]:
-        """Its URLs, one per entry of `Address.hosts`."""
+        """The server's URLs, one per entry of `Address.hosts`."""
         return [self._url(server.sockets[0].getsockname()) for server in self._servers]
 
     def _url(self, address: str | tuple[Any, ...]) -> str:

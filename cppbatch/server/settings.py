@@ -42,7 +42,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     """Additional host names under which clients may reach the server (`HostNames`)."""
     own_names: tuple[str, ...] = ()
-    """Its own host names (`cross_site.names_of`)."""
+    """The server's own host names (`cross_site.names_of`)."""
     aliases: tuple[str, ...] = ()
     """Names of the model. Responses show the alphabetically first one instead of the file name, as in
     llama-server."""
@@ -96,7 +96,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     spm_infill: bool = False
     """Put the suffix before the prefix in prompts of /infill."""
     embd_normalize: int = 2
-    """As in `cppbatch.engine.embeddings`."""
+    """The norm of vectors: -1 as computed, 0 the largest number is 32,760, 2 the length is 1."""
     sampling_defaults: dict[str, Any] = {}
     """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
 

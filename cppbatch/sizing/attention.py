@@ -142,7 +142,7 @@ def _with(config: EngineConfig, best: Faster) -> EngineConfig:
 
 
 def _format_flags(attention: Attention) -> str:
-    """As flags."""
+    """Formats the choice as flags."""
     return f"-fa {attention.flash_attn} -ctk {attention.k} -ctv {attention.v}"
 
 
@@ -165,7 +165,7 @@ class Load(NamedTuple):
 
     n_parallel: int
     n_cells: float
-    """Of a sequence that decodes, on average."""
+    """Cells of a sequence that decodes, on average."""
     prompt_tokens: float = 1.0
     """Computed per generated token."""
     source: str = ""
@@ -273,7 +273,7 @@ def _excess_of(attention: Attention, excess: Mapping[str, float]) -> float | Non
 
 
 def _seconds(costs: Costs, load: Load, attention: Attention) -> float:
-    """Of one thread, for a generated token and its part of the prompts, whose tokens see half as many cells."""
+    """The time of one thread for a generated token and its part of the prompts, whose tokens see half as many cells."""
     decode = costs.n_layer * costs.attention.decode_s(attention, load.n_cells)
     prefill = costs.n_layer * costs.attention.prefill_s(attention, load.n_cells / 2)
     if costs.weights:

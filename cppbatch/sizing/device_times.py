@@ -67,7 +67,7 @@ _MOST = 64  # devices that are remembered
 
 
 def _key(device: Device) -> str:
-    """Of an RPC worker without its port, which is another one at each start of a test or a tunnel."""
+    """The key of a device; for an RPC worker without its port, which changes at each start of a test or a tunnel."""
     return f"{device.name.partition(':')[0] if not device.description else device.description} {device.total}"
 
 

@@ -76,7 +76,7 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None
     """Cached prompt tokens, as the server reports."""
     output_tokens: int = 0
-    """As the server reports, but at least one for each chunk."""
+    """The server's count, but at least one for each chunk."""
     has_usage: bool = False
     """The server reports output tokens, and at least as many as chunks."""
     ended_early: bool = False

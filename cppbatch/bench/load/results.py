@@ -50,7 +50,7 @@ class LoadIdeal(NamedTuple):
     """Takes seconds."""
     most_rows: int
     clients: int | None
-    """Of a closed loop."""
+    """The number of clients of a closed loop."""
 
     def of(self, run: ServerRun) -> float | None:
         """The ideal time of what was answered, by the run's; the mean for the costs before and after the run. None: the

@@ -1,4 +1,4 @@
-"""Runs the same requests under each strategy, in turns, on one context, and reports the comparison."""
+"""Runs the same requests under each strategy, alternately, on one context, and reports the comparison."""
 
 from __future__ import annotations
 

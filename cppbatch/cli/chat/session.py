@@ -263,7 +263,7 @@ class _Answer:
         return {"role": "assistant", "content": self.text, **reasoning}
 
     def summary(self, *, stopped: bool) -> str:
-        """Its length and speed."""
+        """The length and speed of the answer."""
         n = self.n_tokens if not self.end or self.end.n_tokens is None else self.end.n_tokens
         parts = [f"{n:,} token{'s' if n != 1 else ''}"]
         if self._first is not None:

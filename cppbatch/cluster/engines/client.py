@@ -170,7 +170,7 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def events(self) -> dict[str, int]:
-        """As shown by `GET /metrics`."""
+        """The changes by direction, for `GET /metrics`."""
         return {"up": self.scale_ups, "down": self.scale_downs}
 
 
@@ -178,7 +178,7 @@ class EngineClient(ABC):
     """An engine for asyncio code. `async with client:` waits until the model is loaded, and closes it at the end."""
 
     config: EngineConfig
-    """Its settings; with several workers, those of one worker."""
+    """The engine's settings; with several workers, those of one worker."""
 
     @abstractmethod
     async def loaded(self) -> None:

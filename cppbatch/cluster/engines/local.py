@@ -101,7 +101,7 @@ class LocalEngine(EngineClient):
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """As in `EngineClient`."""
+        """Tokenises, or looks up token ids, on an input thread."""
         tokens = partial(self._ready().inputs.tokens, text, add_special=add_special, parse_special=parse_special)
         return await self._run_cancellable(self._thread.input_threads.for_text(text), tokens)
 
@@ -113,7 +113,7 @@ class LocalEngine(EngineClient):
         return await self._between_steps(lambda: engine.update(request.number, tokens))
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """As in `EngineClient`."""
+        """Saves, restores or erases the slot between two steps."""
         try:
             return await self._slot_action(action, slot, path)
         finally:
@@ -186,7 +186,7 @@ class LocalEngine(EngineClient):
             return await self._run_cancellable(threads.for_slow_grammars(), prepare)
 
     async def _run_cancellable(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
-        """As `_run_on`; `work` gets the argument `cancelled`, which returns True when the caller has left."""
+        """Runs `work` on one of these threads. Its argument `cancelled` returns True when the caller has left."""
         cancelled = threading.Event()
         try:
             return await self._run_on(threads, partial(work, cancelled=cancelled.is_set))
@@ -282,7 +282,7 @@ class _EngineThread:
         self.requests: dict[str, _LocalRequest] = {}
         """By number."""
         self.waiters: set[asyncio.Future[Any]] = set()
-        """Of `_between_steps`."""
+        """The futures that `_between_steps` awaits."""
         self.live = LatestLive()
         self.input_threads = InputThreads()
         # A daemon, so that a second Ctrl-C does not wait for a model that is still loading.
@@ -303,7 +303,7 @@ class _EngineThread:
         self.step_loop.stop()
 
     def close(self) -> None:
-        """As `stop`, and waits."""
+        """Stops the thread, and waits for its end."""
         if not self._process.is_fork:
             self.stop()
             self._thread.join()

@@ -48,7 +48,7 @@ class SamplerOutput(NamedTuple):
     error_field: str | None = None
     """The request field that caused the error, if any."""
     embedding: bytes | None = None
-    """As in `GenerationEvent`."""
+    """The vector as little-endian float32 (`GenerationEvent.embedding`)."""
 
 
 class LogitsSource(Protocol):
@@ -303,7 +303,7 @@ def _sample_candidates(sequences: list[Seq], ids: npt.NDArray[np.int32], logits:
 def _sample_candidates_greedily(
     sequences: list[Seq], ids: npt.NDArray[np.int32], logits: Logits
 ) -> list[SamplerOutput] | None:
-    """As `_sample_all_greedily`; for equal logits, the lowest token id."""
+    """One argmax over all candidates; equal logits: the lowest token id. None if any sequence needs more."""
     if any(sequence.sampling.greedy_unless is None for sequence in sequences):
         return None
     maxima = logits.max(axis=1, keepdims=True)

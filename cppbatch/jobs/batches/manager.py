@@ -53,7 +53,7 @@ class BatchManager:
 
     @property
     def open_records(self) -> list[BatchRecord]:
-        """As `open_batches`, with the server's own data."""
+        """The batches that have not ended, with the server's own data."""
         return [msgspec.structs.replace(active.record, batch=active.batch) for active in self._active.values()]
 
     async def create(

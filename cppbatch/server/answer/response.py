@@ -289,7 +289,7 @@ class ContentBlock(msgspec.Struct):
     """A block of text, a block of reasoning, or a tool call."""
 
     index: int
-    """Its position in the message."""
+    """The position in the message."""
     kind: Literal["text", "reasoning", "call", "custom"]
     """`custom`: a call of a custom tool."""
     text: str = ""

@@ -182,7 +182,7 @@ class Serving:
         return await self.client.render(tools.format, lambda: self.prepare_with(tools, turn, body, name))
 
     def prepare_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> PreparedTurn:
-        """As `prepare`, on this thread."""
+        """Makes the engine requests on this thread."""
         chat = self.render_with(tools, turn)
         requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
         return PreparedTurn(response_id, requests, chat, body.field_names | chat.renames)

@@ -116,12 +116,12 @@ class MessagesBuilder(ResponseBuilder):
         self._shows_timings = bool(body.timings_per_token)
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """As in `ResponseBuilder`."""
+        """Keeps the first usage, for `message_start`."""
         super().record(index, event)
         self._at_start = self._at_start or event.usage
 
     def build(self, completions: list[list[GenerationEvent]]) -> MessagesResponse:
-        """As in `ResponseBuilder`."""
+        """Returns the message with all blocks."""
         for event in completions[0]:
             self._read(event)
         blocks = [_block(block) for block in self._blocks.all]
@@ -139,11 +139,11 @@ class MessagesBuilder(ResponseBuilder):
     starts_with_counts = True
 
     def stream_ping(self) -> ServerSentEvent:
-        """As in `ResponseBuilder`."""
+        """Returns Anthropic's `ping` event."""
         return _to_sse(Ping())
 
     def stream_start(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. The engine's first event has the prompt's token counts (`usage_events`)."""
+        """Returns `message_start` with the prompt's token counts, from the engine's first event (`usage_events`)."""
         assert self._at_start
         usage = MessageUsage(
             input_tokens=self._at_start.prompt_tokens - self._at_start.cached_tokens,
@@ -156,19 +156,19 @@ class MessagesBuilder(ResponseBuilder):
         return [_to_sse(MessageStart(message=message))]
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns the events of the blocks, after a `ping` with the prompt's progress."""
         progress, per_token = self._stream_timings.progress(index, event), self._stream_timings.per_token(event)
         events: list[StreamEvent] = [] if progress is UNSET else [Ping(prompt_progress=progress, timings=per_token)]
         events += [_block_event(change, per_token) for change in self._read(event)]
         return [_to_sse(event) for event in events]
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns `message_delta` with the usage, and `message_stop`."""
         end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self._timings())
         return [_to_sse(end), _to_sse(MessageStop())]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns an `error` event."""
         return [ServerSentEvent(anthropic_error(api_error(error)), "error")]
 
     def _read(self, event: GenerationEvent) -> list[BlockChange]:

@@ -242,7 +242,7 @@ def _job_request(i: int, instance: dict[str, Any]) -> JobRequest:
 
 
 def _format(url: str) -> str:
-    """Its name in Vertex AI's clients: chatCompletions for /v1/chat/completions."""
+    """The endpoint's name in Vertex AI's clients: chatCompletions for /v1/chat/completions."""
     first, *others = url.removeprefix("/v1/").split("/")
     return first + "".join(other.title() for other in others)
 

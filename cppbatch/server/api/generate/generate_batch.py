@@ -279,8 +279,7 @@ class GenerateBatchBuilder(ResponseBuilder):
         self._errors[item] = openai_error(api_error(error)).error
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """As in `ResponseBuilder`, but a failure becomes the item's result, and the client may have cancelled the
-        item."""
+        """Makes a failure the item's result. The client may have cancelled the item."""
         if event.finish_reason is FinishReason.CANCELLED and self._batch.has_cancelled(self._request_items[index]):
             self.last_events[index] = event
             return
@@ -290,7 +289,7 @@ class GenerateBatchBuilder(ResponseBuilder):
             self.set_error(self._request_items[index], error)
 
     def build(self, completions: list[list[GenerationEvent]]) -> GenerateBatchResponse:
-        """As in `ResponseBuilder`."""
+        """Returns the results of all items, in order."""
         results = {i: BatchResult(index=i, error=error) for i, error in self._errors.items()}
         for i, events in zip(self._request_items, completions, strict=True):
             if i not in self._errors:
@@ -299,7 +298,7 @@ class GenerateBatchBuilder(ResponseBuilder):
         return self._totals(GenerateBatchResponse, results=[results[i] for i in range(len(self._items))])
 
     def stream_start(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`: the errors of the items that were not submitted."""
+        """Returns the errors of the items that were not submitted."""
         return [
             ServerSentEvent(BatchResult(index=i, error=error))
             for i, error in self._errors.items()
@@ -307,18 +306,18 @@ class GenerateBatchBuilder(ResponseBuilder):
         ]
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns an item's new text, or its error."""
         i = self._request_items[index]
         if i in self._errors:
             return [ServerSentEvent(BatchResult(index=i, error=self._errors[i]))]
         return [ServerSentEvent(text_result(BatchResult, [event], index=i))] if has_content(event) else []
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns the totals and `[DONE]`."""
         return [ServerSentEvent(self._totals(BatchTotals)), DONE]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Ends with `[DONE]` after the error."""
         return [*super().stream_error(error), DONE]
 
     def _totals(self, kind: type[Totals], **fields: Any) -> Totals:

@@ -75,7 +75,7 @@ class ChatBuilder(OllamaBuilder):
         self._n_calls = 0
 
     def line(self, events: list[GenerationEvent], done: Json) -> OllamaChatResponse:
-        """As in `OllamaBuilder`."""
+        """A message with the new text, reasoning and calls."""
         return OllamaChatResponse(message=self._message(events), **self.head(events, done))
 
     def _is_shown(self, line: DoneFields) -> bool:

@@ -19,8 +19,8 @@ _ROOM = 8  # at least this fraction of the context remains for the answer
 async def prepare_within_context(
     serving: Serving, turn: ChatTurn, sampling: Options, id_prefix: str, *, truncate: bool
 ) -> PreparedTurn:
-    """As `Serving.prepare`. With `truncate`, messages are left out, the oldest first, until the prompt and an eighth of
-    the context for the answer fit. System messages and the last message remain: a prompt that is still too long is
+    """Prepares the turn. With `truncate`, leaves out messages, the oldest first, until the prompt and an eighth of the
+    context for the answer fit. System messages and the last message remain: a prompt that is still too long is
     refused."""
     prepared = await serving.prepare(turn, sampling, id_prefix)
     most = serving.info.max_sequence - serving.info.max_sequence // _ROOM

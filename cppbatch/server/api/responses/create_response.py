@@ -83,20 +83,20 @@ class ResponsesBuilder(ResponseBuilder):
         self._returns_progress = bool(body.return_progress)
 
     def build(self, completions: list[list[GenerationEvent]]) -> ResponsesResponse:
-        """As in `ResponseBuilder`."""
+        """Returns the response with all items."""
         for event in completions[0]:
             self._read(event)
         return msgspec.structs.replace(self._final_response(), timings=self._timings())
 
     def stream_start(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns `response.created`, and `response.in_progress` unless the next event includes it."""
         created = ResponseCreated(response=self._started)
         if self._returns_progress:  # included in the next event
             return self._to_sse(created)
         return self._to_sse(created, ResponseInProgress(response=self._started))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns the events of the items, after one with the prompt's progress."""
         progress, per_token = self._stream_timings.progress(index, event), self._stream_timings.per_token(event)
         events: list[ResponsesEvent] = []
         if progress is not UNSET:
@@ -106,13 +106,13 @@ class ResponsesBuilder(ResponseBuilder):
         return self._to_sse(*events, *read)
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns `response.completed` or `response.incomplete`."""
         response = self._final_response()
         last = ResponseCompleted if response.status == "completed" else ResponseIncomplete
         return self._to_sse(last(response=response, timings=self._timings()))
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. The event contains the output so far."""
+        """Returns `response.failed` with the output so far."""
         failure = api_error(error)
         self._items.apply(self._blocks.close(), status="incomplete")
         response = msgspec.structs.replace(

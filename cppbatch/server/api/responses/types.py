@@ -201,7 +201,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
         return (self.text and self.text.format) or TextFormat()
 
     def schema(self) -> Json | bool | None:
-        """As in `SamplingFields`, of `text.format`."""
+        """The schema of `text.format`."""
         if self.response_format:
             raise InvalidRequest("response_format", "belongs to another API; use text.format")
         return one_schema("text.format", self.format.answer_schema(), self)
