@@ -166,7 +166,7 @@ def run_prompts(
         while waiting and len(tokens) - len(usages) < at_once:
             i, prompt = waiting.popleft()
             own = msgspec.structs.replace(params, seed=i)
-            tokens[engine.add_request(prompt, own, cache_salt=salt, fit=True)] = []
+            tokens[engine.add_request(prompt, own, cache_salt=salt, clamp_max_tokens=True)] = []
         for event in engine.step():
             tokens[event.request_id] += event.tokens
             if event.finish_reason is FinishReason.ERROR:

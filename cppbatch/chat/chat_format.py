@@ -151,8 +151,8 @@ class ChatFormat:
     def _tag_markers(self) -> tuple[str, ...]:
         return self.reasoning_tags.markers if self.reasoning_tags else ()
 
-    def prepare(self, turn: ChatTurn) -> PreparedChat:
-        """Prepares the generation of the assistant's next message. Raises `InvalidRequest`, whose field has OpenAI's
+    def render(self, turn: ChatTurn) -> PreparedChat:
+        """Renders the prompt of the assistant's next message. Raises `InvalidRequest`, whose field has OpenAI's
         name (`ChatTurn.client_names`)."""
         choice, variables = turn.choice, turn.variables
         functions, schemas, custom = callable_tools(turn.tools, choice)

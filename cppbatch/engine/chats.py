@@ -145,7 +145,7 @@ class ChatRequests:
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
         )
         with turn.client_names():
-            chat = self._format.prepare(turn)
+            chat = self._format.render(turn)
         prompt_params = _params_of_chat(params, chat)
         return ChatRequest(
             GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat

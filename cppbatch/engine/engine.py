@@ -92,9 +92,9 @@ class BatchInferenceEngine:
         return self.core.runtime.info
 
     def prepare(self, request: GenerationRequest, resume: ResumeState | None = None) -> Seq:
-        """See `EngineCore.prepare`."""
+        """See `EngineCore.make_sequence`."""
         self.core.process.check()
-        return self.core.prepare(request, resume)
+        return self.core.make_sequence(request, resume)
 
     def tokens(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True

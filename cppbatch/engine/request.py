@@ -153,7 +153,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after arrival at which the request ends; None: no limit."""
     queue_timeout: float | None = None
     """Seconds after arrival at which the request ends if it has not started; None: no limit."""
-    fit: bool = False
+    clamp_max_tokens: bool = False
     """Clamp `max_tokens` to the context remaining after the prompt. False: refuse a request that does not fit."""
     cache_prompt: bool = True
     """Reuse a prefix from the prefix cache, and keep this request's tokens there for others."""
@@ -199,7 +199,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             number(self, "n_keep", *OPTION_RANGES["n_keep"], integer=True)
         number(self, "id_slot", *OPTION_RANGES["id_slot"], integer=True)
         number(self, "n_discard", *OPTION_RANGES["n_discard"], integer=True)
-        for name in ("fit", "cache_prompt"):
+        for name in ("clamp_max_tokens", "cache_prompt"):
             instance(self, name, bool, "true or false")
         if self.task not in get_args(Task):
             raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
@@ -242,7 +242,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     timeout: float | None
     queue_timeout: float | None
-    fit: bool
+    clamp_max_tokens: bool
     cache_prompt: bool
     cache_salt: str
     id_slot: int

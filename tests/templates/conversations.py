@@ -133,7 +133,7 @@ APIS = {"chat completions": through_chat, "responses": through_responses, "messa
 def prompt_of(template: ChatTemplate, messages: list[Json]) -> str:
     """Raises `InvalidRequest` if the template refuses it."""
     tools = TOOLS if any("tool_calls" in message for message in messages) else []
-    return ChatFormat(template).prepare(ChatTurn(messages, tools=tools, choice=ToolChoice())).prompt
+    return ChatFormat(template).render(ChatTurn(messages, tools=tools, choice=ToolChoice())).prompt
 
 
 def missing(prompt: str, messages: list[Json], *, thought: bool) -> list[str]:

@@ -49,7 +49,7 @@ def read(messages: list[Json]) -> list[Json]:
 
 def prepare(messages: list[Json], source: str | None = None, **options: Any) -> PreparedChat:
     chat = ChatFormat(template_of(source))
-    return chat.prepare(ChatTurn(local_media(read(messages)), **options))
+    return chat.render(ChatTurn(local_media(read(messages)), **options))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class LocalEngine(EngineClient):
 
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest` for a request that `submit` would refuse."""
-        await self._prepare(request)
+        await self._make_sequence(request)
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
@@ -159,7 +159,7 @@ class LocalEngine(EngineClient):
         in_engine = False
         try:
             try:
-                sequence = await self._prepare(replace_fields(request, id=submitted.number))
+                sequence = await self._make_sequence(replace_fields(request, id=submitted.number))
             except EngineClosed:  # closed meanwhile
                 submitted.cancelled = True
             if submitted.cancelled:
@@ -177,13 +177,13 @@ class LocalEngine(EngineClient):
             if in_engine and not submitted.outputs.finished:
                 thread.step_loop.post(lambda engine: engine.cancel(submitted.number))
 
-    async def _prepare(self, request: GenerationRequest) -> Seq:
+    async def _make_sequence(self, request: GenerationRequest) -> Seq:
         engine, threads = self._ready(), self._thread.input_threads
-        prepare = partial(engine.prepare, request, arrived_at=perf_counter())
+        make = partial(engine.make_sequence, request, arrived_at=perf_counter())
         try:
-            return await self._run_cancellable(threads.for_request(engine, request), partial(prepare, patient=False))
+            return await self._run_cancellable(threads.for_request(engine, request), partial(make, patient=False))
         except SlowGrammar:
-            return await self._run_cancellable(threads.for_slow_grammars(), prepare)
+            return await self._run_cancellable(threads.for_slow_grammars(), make)
 
     async def _run_cancellable(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
         """Runs `work` on one of these threads. Its argument `cancelled` returns True when the caller has left."""

@@ -76,8 +76,8 @@ class Sampler:
         self._grammar_masks = GrammarMasks(vocab.n_tokens)
         self._chain_sampler = ChainSampler(vocab.n_tokens)
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Before the decode: disables backend sampling for sequences that need all their logits, and enables it for
+    def before_decode(self, plan: StepPlan) -> None:
+        """Disables backend sampling for sequences that need all their logits, and enables it for
         others."""
         if backend := self._context.backend_sampling:
             for sequence, n in plan.chunks:
@@ -359,7 +359,7 @@ class Pooler:
         self._context = context
         self._each_token = each_token
 
-    def prepare(self, plan: StepPlan) -> None:
+    def before_decode(self, plan: StepPlan) -> None:
         """Does nothing: every token of an embedding sequence is an output."""
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:

@@ -60,7 +60,7 @@ from cppbatch.server.http.api_errors import AnthropicErrorResponse, anthropic_er
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import lease_model
-from cppbatch.server.models.serving import PreparedTurn, Serving
+from cppbatch.server.models.serving import ResolvedTurn, Serving
 
 routes = Routes()
 
@@ -94,7 +94,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
         raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be at least 1")
     serving.check_size(body)
     await read_documents(body)
-    turn = await serving.prepare(message_turn(body), body, "msg_")
+    turn = await serving.resolve(message_turn(body), body, "msg_")
     builder = MessagesBuilder(body, serving.name, turn)
     return PreparedRequest(
         turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names, ignored=body.left_out()
@@ -104,7 +104,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
 class MessagesBuilder(ResponseBuilder):
     """Builds the response of `/v1/messages`."""
 
-    def __init__(self, body: MessagesRequest, model: str, turn: PreparedTurn) -> None:
+    def __init__(self, body: MessagesRequest, model: str, turn: ResolvedTurn) -> None:
         super().__init__()
         self.id = turn.id
         self._model = model

@@ -170,7 +170,7 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
     else:
         assert chat
         serving.check_size(body)
-        (request,) = serving.prepare_with(chat, generate_turn(body), body, name).requests
+        (request,) = serving.resolve_with(chat, generate_turn(body), body, name).requests
     return request
 
 

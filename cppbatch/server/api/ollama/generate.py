@@ -94,7 +94,7 @@ async def _of_chat(body: OllamaGenerateRequest, serving: Serving, sampling: Opti
         variables=await thinking_variables(body, serving),
         field_names={"messages": "prompt", "response_format": "format"},
     )
-    prepared = await serving.prepare(turn, sampling, "gen-")
+    prepared = await serving.resolve(turn, sampling, "gen-")
     (request,) = prepared.requests
     if body.images:
         if body.context:

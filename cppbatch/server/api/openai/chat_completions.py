@@ -32,7 +32,7 @@ from cppbatch.server.api.openai.chat_types import (
 from cppbatch.server.api.openai.choices import ChoicesBuilder, Extras, logprobs_of, verbose_results
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import PreparedTurn, Serving
+from cppbatch.server.models.serving import ResolvedTurn, Serving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,7 +55,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     """
     serving.check(body)
     serving.check_size(body)
-    turn = await serving.prepare(body.turn(), body, "chatcmpl-")
+    turn = await serving.resolve(body.turn(), body, "chatcmpl-")
     builder = ChatCompletionBuilder(body, serving, turn)
     builder.verbose = await verbose_results(body, turn.requests, serving)
     return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
@@ -64,7 +64,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
 class ChatCompletionBuilder(ChoicesBuilder):
     """Builds the response of a chat completion."""
 
-    def __init__(self, body: ChatCompletionRequest, serving: Serving, turn: PreparedTurn) -> None:
+    def __init__(self, body: ChatCompletionRequest, serving: Serving, turn: ResolvedTurn) -> None:
         super().__init__(body, serving, turn.id)
         self._wants_logprobs = bool(body.wants_logprobs)
         self._chat = turn.chat

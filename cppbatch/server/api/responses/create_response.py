@@ -44,7 +44,7 @@ from cppbatch.server.api.responses.types import (
 from cppbatch.server.http.api_errors import api_error
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import PreparedTurn, Serving
+from cppbatch.server.models.serving import ResolvedTurn, Serving
 
 routes = Routes()
 
@@ -58,7 +58,7 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     serving.check(body)
     serving.check_size(body)
     tools = body.used_tools()
-    turn = await serving.prepare(response_turn(body, tools), body, "resp_")
+    turn = await serving.resolve(response_turn(body, tools), body, "resp_")
     return PreparedRequest(
         turn.requests,
         ResponsesBuilder(body, serving.name, turn, tools),
@@ -71,7 +71,7 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesRequest, model: str, turn: PreparedTurn, tools: UsedTools) -> None:
+    def __init__(self, body: ResponsesRequest, model: str, turn: ResolvedTurn, tools: UsedTools) -> None:
         super().__init__()
         self._started = _initial_response(turn.id, body, model, turn.requests[0].params, tools)
         self._output = AssistantOutput(turn.chat)
