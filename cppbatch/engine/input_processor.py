@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cppbatch.chat.messages import PlainText
 from cppbatch.config import setting_name
+from cppbatch.engine.grammar.structured_output import GrammarCompiler
 from cppbatch.engine.lora_sets import set_of_request
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
@@ -31,8 +32,7 @@ from cppbatch.engine.request import (
     is_long,
     text_of_part,
 )
-from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
-from cppbatch.engine.sampling.structured_output import GrammarCompiler
+from cppbatch.engine.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sequence import MediaRun, Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, EngineClosed, InvalidRequest

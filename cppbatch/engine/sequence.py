@@ -26,9 +26,9 @@ from cppbatch.engine.request import (
 from cppbatch.engine.vocabulary import Detokenizer
 
 if TYPE_CHECKING:
+    from cppbatch.engine.grammar.structured_output import Constraint
     from cppbatch.engine.reasoning_follower import ReasoningFollower
-    from cppbatch.engine.sampling.sampling_plan import SamplingPlan
-    from cppbatch.engine.sampling.structured_output import Constraint
+    from cppbatch.engine.sampling_plan import SamplingPlan
 
 
 class MediaRun(msgspec.Struct, frozen=True, eq=False):

@@ -34,7 +34,8 @@ from cppbatch.llama_cpp_python.arguments import (
     engine_settings,
     sampling_params,
 )
-from cppbatch.llama_cpp_python.completions import Completion, Kept, TemplateHandler
+from cppbatch.llama_cpp_python.chat_handler import TemplateHandler
+from cppbatch.llama_cpp_python.completions import Completion, Kept
 from cppbatch.models.hub import HubModel, pull_model
 from cppbatch.unclosed import close_at_exit
 

@@ -55,9 +55,9 @@ from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotPrefix, SlotReport
+from cppbatch.engine.grammar.grammar_check import SlowGrammar
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime, load_runtime
-from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, OutOfMemory, RequestCancelled
 from cppbatch.llama.backend import Backend

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.grammar.structured_output import GrammarMasks
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sampling.chain_sampling import (
     ChainSampler,
@@ -17,8 +18,6 @@ from cppbatch.engine.sampling.chain_sampling import (
     run_logits_processors,
 )
 from cppbatch.engine.sampling.random_sampling import NO_TOKEN, UInt64, filter_logits, random_bits, random_sample
-from cppbatch.engine.sampling.sampling_plan import SamplingType
-from cppbatch.engine.sampling.structured_output import GrammarMasks
 from cppbatch.engine.sampling.token_logprobs import (
     Logprobs,
     PostSamplingLogprobs,
@@ -26,6 +25,7 @@ from cppbatch.engine.sampling.token_logprobs import (
     RowLogprobs,
     make_token_logprob,
 )
+from cppbatch.engine.sampling_plan import SamplingType
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary

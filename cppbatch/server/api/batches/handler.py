@@ -127,7 +127,7 @@ class BatchRequestHandler:
             raise
         refuse_unknown(request.body, kind)  # excludes the defaults: a field similar to one of them is still a mistake
         with await self._lease(self._default_model if body.model is None else body.model) as lease:
-            prepared = await prepare(body, lease.serving)
+            prepared: PreparedRequest = await prepare(body, lease.serving)
             requests = prepared.requests
             if self._priority is not None:
                 requests = [replace_fields(request, priority=self._priority) for request in requests]
