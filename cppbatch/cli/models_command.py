@@ -106,7 +106,7 @@ def remove(name: str) -> None:
 
 def _default_url() -> str:
     """Where `cppbatch serve` listens without --host and --port."""
-    from cppbatch.server.settings import ollama_host
+    from cppbatch.server.address import ollama_host
 
     host, port = ollama_host() or ("127.0.0.1", 8080)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

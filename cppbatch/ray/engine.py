@@ -26,7 +26,7 @@ from cppbatch.cluster.link import (
     Tokenize,
     Tokenized,
 )
-from cppbatch.cluster.rules import prompt_prefixes
+from cppbatch.cluster.prefix_router import prompt_prefixes
 from cppbatch.config import EngineConfig
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo

@@ -17,7 +17,7 @@ import pytest
 from cppbatch.engine.grammar import grammar_child
 from cppbatch.engine.grammar.grammar_check import GrammarChecker
 from cppbatch.jobs.batches.store import BatchStore
-from cppbatch.server.settings import Address
+from cppbatch.server.address import Address
 
 _TOKENIZER = grammar_child.bytes_tokenizer()
 

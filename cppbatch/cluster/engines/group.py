@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.cluster.rules import PrefixRouter, prompt_prefixes
+from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats, add_up

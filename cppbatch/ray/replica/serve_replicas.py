@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
-from cppbatch.cluster.rules import Prefix
+from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.ray.replica.set import ReplicaLost, ReplicaSetStatus
 
 Result = TypeVar("Result")

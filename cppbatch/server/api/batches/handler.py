@@ -25,10 +25,12 @@ from cppbatch.server.api import pooling
 from cppbatch.server.api.openai import chat_completions, completions
 from cppbatch.server.api.openai.completions import CompletionRequest, prepare_completion
 from cppbatch.server.api.responses import create_response
-from cppbatch.server.auth.keys import KEY, KEY_USAGE, KeyLineSlots
+from cppbatch.server.auth.key_usage import KEY_USAGE, KeyLineSlots
+from cppbatch.server.auth.keys import KEY
 from cppbatch.server.auth.rules import KeyRules
-from cppbatch.server.fields.parse import read_json, refuse_unknown, with_unknown
+from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.sampling import SamplingFields, merge_fields
+from cppbatch.server.fields.unknown import refuse_unknown, with_unknown
 from cppbatch.server.http.api_errors import api_error, error_body, json_response
 from cppbatch.server.models.served import MODELS, ModelLease, ServedModels
 from cppbatch.server.models.serving import new_id
