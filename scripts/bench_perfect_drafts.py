@@ -21,7 +21,7 @@ from time import perf_counter
 import msgspec
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.prompts import TEXT_WORKLOADS
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine.request import RequestOptions
 

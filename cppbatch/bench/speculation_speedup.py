@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from cppbatch.bench.prompts import TEXT_WORKLOADS, TextWorkload, check_can_run
+from cppbatch.bench.prompts import check_can_run
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.model_info import ModelInfo

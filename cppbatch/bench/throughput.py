@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.bench.energy import EnergyMeter, EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.bench.prompts import check_can_run, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
-from cppbatch.bench.resource_usage import EnergyMeter, EnergySettings, ResourceUsage, energy_meter, tokens_per_kwh
+from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.config import FLOAT_CACHES, EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.ideal import BareCosts, RequestSize, ideal_seconds

@@ -199,7 +199,7 @@ def requantize(
     that are slower than BF16 or another larger type. Matrices of other types are copied. Then measures speed, memory
     and text quality of both files. MODEL is not modified.
     """
-    from cppbatch.bench.quality import compare_files
+    from cppbatch.bench.compare_files import compare_files
     from cppbatch.models.kernels import has_gpu, kernel_times
     from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type, read_matrices
     from cppbatch.models.requantize import requantize as write

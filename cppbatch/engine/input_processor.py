@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.chat.messages import PlainText
+from cppbatch.chat.media_parts import PlainText
 from cppbatch.config import setting_name
 from cppbatch.engine.grammar.structured_output import GrammarCompiler
 from cppbatch.engine.lora_sets import set_of_request

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.chats import (
     ChatOptions,
     ChatRequest,
     ChatRequests,
     Conversation,
     PromptOrMessages,
-    chat_completion,
     is_conversation,
 )
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalise_vectors, vector_of

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, overload
 
-from cppbatch.engine.chats import (
-    ChatCompletion,
-    ChatEvent,
-    ChatOptions,
-    ChatReader,
-    ChatRequests,
-    ChatStream,
-    Conversation,
-    several_conversations,
-)
+from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader, ChatStream
+from cppbatch.engine.chats import ChatOptions, ChatRequests, Conversation, several_conversations
 from cppbatch.engine.offline import Prepared, complete, params_for_each, prepare_chat, run
 from cppbatch.engine.params import Params, SamplingParams
 from cppbatch.engine.request import GenerationEvent

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
-from cppbatch.chat.messages import PlainText
+from cppbatch.chat.media_parts import PlainText
 from cppbatch.engine.params import INT32_MAX, SamplingParams, format_value, instance, number, replace_fields, token_ids
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.model_changes import MOST_SCALE

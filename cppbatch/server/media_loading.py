@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from cppbatch.chat.messages import MediaSource, media_of, with_media, without_unreadable_results
+from cppbatch.chat.media_parts import MediaSource, media_of, with_media, without_unreadable_results
 from cppbatch.engine.media.sources import check_media, decode_data, is_remote, refuse_unreadable
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt, Prompt

@@ -86,7 +86,7 @@ def _measure(task: _Task) -> dict[str, DeviceTimes] | None:
 
 def main() -> None:
     """Reads a `_Task` and prints the times of its devices by name, as JSON on the last line."""
-    from cppbatch.llama.ggml_graph import measure_products  # the parent does not load llama.cpp
+    from cppbatch.llama.device_speed import measure_products
     from cppbatch.sizing.estimate_child import connect, devices
 
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=_Task)

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.batches.store import File
+from cppbatch.jobs.batches.records import File
 from cppbatch.server import listener as listener_module
 from cppbatch.server.address import Address, tls_context
 from cppbatch.server.api.batches.handler import URLS

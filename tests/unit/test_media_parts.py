@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
-from cppbatch.chat.messages import ChatMessage, MediaSource, Placeholders, conversation_of, media_of, with_media
+from cppbatch.chat.media_parts import MediaSource, Placeholders, media_of, with_media
+from cppbatch.chat.messages import ChatMessage, conversation_of
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.chats import ChatRequests
 from cppbatch.engine.media.sources import decode_media, file_part, local_media, source_of_data

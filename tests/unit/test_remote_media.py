@@ -17,7 +17,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cppbatch.chat.messages import MediaKind, MediaSource
+from cppbatch.chat.media_parts import MediaKind, MediaSource
 from cppbatch.engine.media.sources import is_remote
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt

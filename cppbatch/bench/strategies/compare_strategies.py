@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from cppbatch.bench.explain import measure_bare_costs
+from cppbatch.bench.bare_costs import measure_bare_costs
 from cppbatch.bench.prompts import Lengths, check_can_run, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.bench.resource_usage import ResourceUsage

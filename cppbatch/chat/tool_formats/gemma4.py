@@ -8,12 +8,11 @@ from typing import Any
 
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-from cppbatch.chat.scanning import (
-    MarkerFinder,
+from cppbatch.chat.scanning import MarkerFinder, dump_json
+from cppbatch.chat.schema_types import (
     UnsupportedSchema,
     array_items,
     coerce_to_json,
-    dump_json,
     enum_values,
     json_types,
     object_members,

@@ -9,13 +9,10 @@ from typing import Any
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, OutputParser, ToolCallEmitter, ToolParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
-from cppbatch.chat.scanning import (
-    InvalidJson,
-    JsonValueScanner,
-    MarkerFinder,
+from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, MarkerFinder, dump_json
+from cppbatch.chat.schema_types import (
     UnsupportedSchema,
     coerce_to_json,
-    dump_json,
     enum_values,
     json_type_of,
     json_types,

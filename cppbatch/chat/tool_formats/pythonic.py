@@ -10,16 +10,8 @@ from typing import Any
 
 from cppbatch.chat.lark_grammar import LarkGrammar, input_grammar
 from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-from cppbatch.chat.scanning import (
-    InvalidJson,
-    JsonValueScanner,
-    MarkerFinder,
-    UnsupportedSchema,
-    dump_json,
-    object_members,
-    parse_json,
-    standalone_schema,
-)
+from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, MarkerFinder, dump_json, parse_json
+from cppbatch.chat.schema_types import UnsupportedSchema, object_members, standalone_schema
 from cppbatch.chat.tool_formats.tool_format import FUNCTION_NAME, ToolCallFormat, call_arguments
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cppbatch.chat.messages import ChatMessage, MediaKind, conversation_of
+from cppbatch.chat.media_parts import MediaKind
+from cppbatch.chat.messages import ChatMessage, conversation_of
 from cppbatch.chat.template import NO_TEMPLATE
 from cppbatch.cli.chat.backends import FULL, AnswerEnd, ChatBackend
 from cppbatch.engine.media.sources import file_part

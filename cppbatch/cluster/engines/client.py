@@ -19,16 +19,8 @@ from cppbatch.chat.output_parser import openai_message
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.template_program import NeedsChild, quick_only
 from cppbatch.config import EngineConfig
-from cppbatch.engine.chats import (
-    ChatCompletion,
-    ChatEvent,
-    ChatFormats,
-    ChatOptions,
-    ChatReader,
-    ChatRequests,
-    Conversation,
-    Json,
-)
+from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader
+from cppbatch.engine.chats import ChatFormats, ChatOptions, ChatRequests, Conversation, Json
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.live_state import LiveEngine

@@ -15,15 +15,8 @@ import msgspec
 from cppbatch.errors import Conflict, InvalidRequest, StorageError
 from cppbatch.jobs.batches.active_batch import ActiveBatch, BatchResources
 from cppbatch.jobs.batches.data_folder import DataFolder
-from cppbatch.jobs.batches.store import (
-    Batch,
-    BatchRecord,
-    BatchStore,
-    File,
-    Page,
-    check_metadata,
-    completion_window_seconds,
-)
+from cppbatch.jobs.batches.records import Batch, BatchRecord, File, check_metadata, completion_window_seconds
+from cppbatch.jobs.batches.store import BatchStore, Page
 
 log = logging.getLogger("cppbatch.jobs")
 

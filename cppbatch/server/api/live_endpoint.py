@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.engine.observe.live_state import LiveSequence
-from cppbatch.jobs.batches.store import Batch
+from cppbatch.jobs.batches.records import Batch
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api.live_feed import LiveFeed
 from cppbatch.server.auth.keys import viewer_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from cppbatch.chat.chat_format import ChatTurn
-from cppbatch.chat.messages import MediaSource
+from cppbatch.chat.media_parts import MediaSource
 from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.response import (

@@ -17,7 +17,7 @@ from cppbatch.engine.params import UNLIMITED, replace_fields
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, ModelLoadFailed
 from cppbatch.jobs.batches.active_batch import BatchResources
-from cppbatch.jobs.batches.store import BatchRecord
+from cppbatch.jobs.batches.records import BatchRecord
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RequestHandler
 from cppbatch.jobs.job_runner import RequestSlots
 from cppbatch.server.answer.response import PreparedRequest

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.messages import MediaFields
+from cppbatch.chat.media_parts import MediaFields
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import PromptProgress, Timings
