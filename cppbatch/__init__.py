@@ -13,11 +13,11 @@ TYPE_CHECKING = False  # as type checkers know it: importing `typing` takes 10 m
 if TYPE_CHECKING:
     from typing import Any
 
-    from cppbatch.chat.messages import PlainText
+    from cppbatch.chat.media_parts import PlainText
     from cppbatch.cluster.engines.local import LocalEngine
     from cppbatch.cluster.engines.process import EngineProcess
     from cppbatch.config import EngineConfig
-    from cppbatch.engine.chats import ChatCompletion, ChatEvent, ChatStream
+    from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
     from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
     from cppbatch.engine.params import SamplingParams
     from cppbatch.engine.request import (
@@ -45,9 +45,9 @@ _MODULES = {
     "EngineConfig": "cppbatch.config",
     "BatchInferenceEngine": "cppbatch.engine.engine",
     "generate_batch": "cppbatch.engine.engine",
-    "ChatCompletion": "cppbatch.engine.chats",
-    "ChatEvent": "cppbatch.engine.chats",
-    "ChatStream": "cppbatch.engine.chats",
+    "ChatCompletion": "cppbatch.engine.chat_results",
+    "ChatEvent": "cppbatch.engine.chat_results",
+    "ChatStream": "cppbatch.engine.chat_results",
     "Completion": "cppbatch.engine.request",
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",
@@ -56,7 +56,7 @@ _MODULES = {
     "Media": "cppbatch.engine.request",
     "MediaPrompt": "cppbatch.engine.request",
     "Pair": "cppbatch.engine.request",
-    "PlainText": "cppbatch.chat.messages",
+    "PlainText": "cppbatch.chat.media_parts",
     "SamplingParams": "cppbatch.engine.params",
     "TokenLogprob": "cppbatch.engine.request",
     "CppBatchError": "cppbatch.errors",

@@ -99,7 +99,7 @@ class ChildKilled(Exception):
 
 
 async def to_thread(function: Callable[..., Result], *arguments: Any) -> Result:
-    """As `asyncio.to_thread`. If it is cancelled, the children that `function` runs are killed, and the thread ends."""
+    """Runs `function` on a thread. Cancelling kills the children that `function` runs, and ends the thread."""
     import asyncio
 
     group = _Group()

@@ -217,7 +217,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     stream_flash_attn: Annotated[FlashAttention, _speed(
         "", "Measured choice for flash_attn auto in the per-sequence layout on a CPU; auto: not measured.",
     )] = "auto"
-    """As measured for this machine (docs/decisions/0048)."""
+    """The choice measured for this machine (docs/decisions/0048)."""
     repack: Annotated[Repacking, _speed(
         "--repack",
         "Repack weights for this CPU. auto: on, unless timing shows that --parallel sequences run faster without it.",

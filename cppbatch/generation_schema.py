@@ -76,7 +76,7 @@ _FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
 _EXACT = 2.0**53
 """Doubles cannot tell larger integers apart."""
 _MAX_ALTERNATIVES = 40
-"""Of more, pairs are not compared."""
+"""Pairs of more alternatives are not compared."""
 _LARGEST = 10**17
 _SMALLEST = 1e-15
 """Bounds that the grammar engine can express."""

@@ -96,7 +96,7 @@ class ModelChanges(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_changes(self) -> dict[str, Any]:
-        """Those that differ from their defaults."""
+        """The settings that differ from their defaults."""
         return {name: value for name in _DEFAULTS if (value := getattr(self, name)) != _DEFAULTS[name]}
 
     @property

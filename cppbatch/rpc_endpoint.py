@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cppbatch.errors import ConfigError, RpcUnreachable
 
 PROTOCOL = "7.0.0"
-"""Of the pinned llama.cpp. Its client accepts other patch versions, although they number operations differently."""
+"""The pinned llama.cpp's. Its client accepts other patch versions, although they number operations differently."""
 
 DEFAULT_PORT = 50052
 ANSWER_S = 5.0

@@ -17,7 +17,7 @@ class Setting(NamedTuple):
     """How commands, messages and docs describe a field of `EngineConfig`, in addition to its type and default."""
 
     group: str
-    """Its heading in `--help`."""
+    """The heading in `--help`."""
     flags: str
     """Separated by spaces. Messages use the first one; the environment variable is CPPBATCH_ plus the first long one.
     "": no flag."""

@@ -21,7 +21,7 @@ class Statistic(NamedTuple):
     kind: StatisticKind | None = None
     """None: not in `GET /metrics`."""
     name: str = ""
-    """Its name in `GET /metrics`, without the prefix; empty: the field's name."""
+    """The name in `GET /metrics`, without the prefix; empty: the field's name."""
     label: str = ""
     """The label for the key of each dict entry, or for a text value."""
     shown: str = ""

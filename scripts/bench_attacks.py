@@ -27,7 +27,7 @@ import aiohttp
 import numpy as np
 import psutil
 
-from cppbatch.bench.load.client import CompletionStream, RequestFailure
+from cppbatch.bench.load.completion_stream import CompletionStream, RequestFailure
 from cppbatch.models.pull import choose_model
 from cppbatch.sizing.child_process import RunningServer, running_server
 

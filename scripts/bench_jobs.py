@@ -30,8 +30,9 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.jobs.file_job import FileJob, open_job
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.input.reader import InputReader
-from cppbatch.jobs.job_runner import chunks
-from cppbatch.jobs.journal import Journal, Ledger
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.request_order import chunks
 from cppbatch.models.pull import choose_model
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.api.batches.offline import OfflineJob, run_offline

@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cppbatch.bench.prompts import TEXT_WORKLOADS
 from cppbatch.bench.report import Spread, markdown_table, read_report
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError, UnusableServer
 from cppbatch.models.pull import choose_model

@@ -21,8 +21,9 @@ from time import perf_counter
 import msgspec
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.prompts import TEXT_WORKLOADS
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.chat.template import ChatTemplate
+from cppbatch.engine.request import RequestOptions
 
 
 def run(
@@ -40,7 +41,8 @@ def run(
         while waiting and len(texts) - n_ended < at_once:
             prompt, prediction = waiting.popleft()
             salt = f"{len(texts)}/{prediction is None}"  # nothing but the prediction is a source of drafts
-            texts[engine.add_request(prompt, params, cache_salt=salt, fit=True, prediction=prediction)] = ""
+            options: RequestOptions = {"cache_salt": salt, "clamp_max_tokens": True, "prediction": prediction}
+            texts[engine.add_request(prompt, params, **options)] = ""
         for event in engine.step():
             texts[event.request_id] += event.text
             if event.usage:

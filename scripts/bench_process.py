@@ -29,7 +29,7 @@ import psutil
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.bench.load.client import LoadClient
-from cppbatch.bench.load.compare_servers import Target, probe_server
+from cppbatch.bench.load.target import Target, probe_server
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.prompts import random_prompt, random_text
 from cppbatch.bench.report import markdown_table

@@ -25,7 +25,7 @@ from statistics import median
 import numpy as np
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, SamplingParams
-from cppbatch.bench.prompts import TEXT_WORKLOADS
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator

@@ -221,7 +221,7 @@ class MeasuredMemory(msgspec.Struct, frozen=True):
     """Measured memory in bytes."""
 
     buffers: list[Buffer]
-    """As logged by llama.cpp."""
+    """The buffers that llama.cpp logged."""
     process: int
     """Growth of the process's resident memory, without pages that were never written."""
     devices: dict[str, int]

@@ -1,6 +1,6 @@
 """`cppbatch bench throughput --spec`: the speedup from speculative decoding, by workload and batch size.
 
-One engine runs the same requests with and without drafts (`SamplingParams.speculate`), in turns.
+One engine runs the same requests with and without drafts (`SamplingParams.speculate`), alternately.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from cppbatch.bench.prompts import TEXT_WORKLOADS, TextWorkload, check_can_run
+from cppbatch.bench.prompts import check_can_run
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.model_info import ModelInfo
@@ -166,7 +167,7 @@ def run_prompts(
         while waiting and len(tokens) - len(usages) < at_once:
             i, prompt = waiting.popleft()
             own = msgspec.structs.replace(params, seed=i)
-            tokens[engine.add_request(prompt, own, cache_salt=salt, fit=True)] = []
+            tokens[engine.add_request(prompt, own, cache_salt=salt, clamp_max_tokens=True)] = []
         for event in engine.step():
             tokens[event.request_id] += event.tokens
             if event.finish_reason is FinishReason.ERROR:

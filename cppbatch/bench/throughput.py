@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.bench.energy import EnergyMeter, EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.bench.prompts import check_can_run, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
-from cppbatch.bench.resource_usage import EnergyMeter, EnergySettings, ResourceUsage, energy_meter, tokens_per_kwh
+from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.config import FLOAT_CACHES, EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.ideal import BareCosts, RequestSize, ideal_seconds
@@ -147,7 +148,7 @@ class PairedRun(msgspec.Struct, frozen=True):
     phases: dict[str, float]
     """Mean seconds of a decode step, by engine phase."""
     seconds: float
-    """Of the engine's run, including prompts."""
+    """The duration of the engine's run, including prompts."""
     joules: float | None
     """Energy of the engine's run; None if unknown."""
     gpu_percent: float | None

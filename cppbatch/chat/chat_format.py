@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from cppbatch.chat.custom_tools import CustomCallParser, has_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
-from cppbatch.chat.messages import Placeholders, PlainText
+from cppbatch.chat.media_parts import Placeholders, PlainText
 from cppbatch.chat.output_parser import OutputParser, PlainTextParser, ToolSchemas
 from cppbatch.chat.reasoning import UNLIMITED, ReasoningState, ReasoningTags, ThinkingBudget, effort_tokens
 from cppbatch.chat.template import ChatTemplate, content_text, decode_object, join_parts
@@ -22,7 +23,7 @@ from cppbatch.chat.tool_formats.json_calls import Llama3Format
 from cppbatch.chat.tool_formats.learned import LearnedFormat
 from cppbatch.chat.tool_formats.pythonic import OF_TEMPLATES, PythonicFormat
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
-from cppbatch.chat.tools import CustomCallParser, ToolChoice, callable_tools, check_satisfiable, has_grammar
+from cppbatch.chat.tools import ToolChoice, callable_tools, check_satisfiable
 from cppbatch.errors import InvalidRequest
 from cppbatch.generation_schema import simplify
 
@@ -151,8 +152,8 @@ class ChatFormat:
     def _tag_markers(self) -> tuple[str, ...]:
         return self.reasoning_tags.markers if self.reasoning_tags else ()
 
-    def prepare(self, turn: ChatTurn) -> PreparedChat:
-        """Prepares the generation of the assistant's next message. Raises `InvalidRequest`, whose field has OpenAI's
+    def render(self, turn: ChatTurn) -> PreparedChat:
+        """Renders the prompt of the assistant's next message. Raises `InvalidRequest`, whose field has OpenAI's
         name (`ChatTurn.client_names`)."""
         choice, variables = turn.choice, turn.variables
         functions, schemas, custom = callable_tools(turn.tools, choice)

@@ -49,7 +49,7 @@ class _Meter(threading.local):
 
     left = 0
     variables: dict[str, Any] | None = None
-    """Those of the rendering, until the budget was raised for their size."""
+    """The variables of the rendering, until the budget was raised for their size."""
     weight = 0
 
 
@@ -125,7 +125,7 @@ _SCALARS = {int, float, bool, type(None), Missing, jinja2.Undefined}
 
 
 def to_text(value: Any) -> str:
-    """As `str`."""
+    """Converts a value as `str` does, and charges for its size."""
     if type(value) is not str:
         charge_weight(value)
         value = str(value)
@@ -134,7 +134,7 @@ def to_text(value: Any) -> str:
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """As `"".join`, for the output of macros and of the whole template."""
+    """Joins the output of macros and of the whole template, and charges for its length."""
     texts = list(pieces)
     charge(sum(map(len, texts)) >> _CHARACTERS)
     return "".join(texts)

@@ -119,13 +119,13 @@ class TaggedOutputParser:
         self._step: Callable[[], bool] = self._in_reasoning if inside else self._at_start
 
     def push(self, text: str) -> list[Delta]:
-        """As `OutputParser.push`."""
+        """Returns the deltas that no later text can change; tags end or start a part."""
         self._unread += text
         self._parse()
         return self._take_deltas()
 
     def close(self) -> list[Delta]:
-        """As `OutputParser.close`."""
+        """Ends open calls and returns the remaining deltas."""
         while self._tool_parser is not None:
             with contextlib.suppress(MalformedToolCall):
                 self._tool_parser.close()
@@ -265,11 +265,11 @@ class PlainTextParser:
     """Reads nothing out of the text: all of it is content."""
 
     def push(self, text: str) -> list[Delta]:
-        """As in `OutputParser`."""
+        """Returns the text as it is."""
         return [TextDelta(text)] if text else []
 
     def close(self) -> list[Delta]:
-        """As in `OutputParser`."""
+        """Returns nothing: no text is held back."""
         return []
 
 
@@ -296,7 +296,7 @@ class ToolCallStart(msgspec.Struct, frozen=True):
     id: str
     name: str
     is_custom: bool = False
-    """Of a custom tool, whose arguments are a text."""
+    """Whether a custom tool is called, whose arguments are a text."""
 
 
 class ArgumentsDelta(msgspec.Struct, frozen=True):

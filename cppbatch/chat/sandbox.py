@@ -160,7 +160,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """As in Jinja, but not for huge results: no other thread runs while Python computes them."""
+        """Computes a binary operator, but refuses huge results: no other thread runs while Python computes them."""
         if operator == "*":
             is_huge = _repeats(left, right) > MAX_CHARACTERS
         else:
@@ -170,19 +170,19 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
-        """As in Jinja, without the template's lines in the traceback: they take a second after a deep recursion."""
+        """Raises without the template's lines in the traceback: they take a second after a deep recursion."""
         if source is None:
             raise  # noqa: PLE0704 (called while an exception is handled)
         super().handle_exception(source)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As in Jinja."""
+        """Whether templates may read this attribute: also `append` and `pop` of lists."""
         if type(obj) is list and attr in ("append", "pop"):
             return True
         return super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """As in Jinja: unsafe attributes cannot be read further."""
+        """Returns an undefined value: unsafe attributes cannot be read further."""
         message = f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe."
         return jinja2.Undefined(message, obj=obj, name=attribute, exc=jinja2.exceptions.SecurityError)
 

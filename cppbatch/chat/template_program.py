@@ -156,7 +156,7 @@ class _Child:
             return self._start(is_large=False)
 
     def render(self, variables: dict[str, Any], seconds: float | None, *, is_large: bool) -> str:
-        """As `TemplateProgram.render`."""
+        """Renders in the child process."""
         limit = self._limits.rendering if seconds is None else seconds
         functions = {name: value for name, value in variables.items() if isinstance(value, HostFunction)}
         plain = {name: value for name, value in variables.items() if name not in functions}

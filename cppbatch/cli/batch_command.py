@@ -162,7 +162,7 @@ def job_options(command: Command) -> Command:
 
 def _job_sizes(arguments: Mapping[str, Any], config: EngineConfig) -> RequestSizes | None:
     from cppbatch.jobs.input.reader import InputReader
-    from cppbatch.jobs.job_runner import estimate_sizes
+    from cppbatch.jobs.request_order import estimate_sizes
     from cppbatch.server.api.batches.handler import URLS
 
     if config.mmproj:
@@ -233,7 +233,7 @@ def _is_finished(job: FileJob, model: str, *, retry_failed: bool) -> bool:
     """Whether each line has a result already. Then says so, and writes the table again."""
     from cppbatch.jobs.file_job import open_job
     from cppbatch.jobs.input.reader import InputReader
-    from cppbatch.jobs.job_runner import chunks
+    from cppbatch.jobs.request_order import chunks
     from cppbatch.jobs.result_table import input_stamp
     from cppbatch.server.api.batches.handler import URLS
 

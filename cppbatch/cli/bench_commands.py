@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cppbatch.bench.prompts import TEXT_WORKLOADS, Lengths
+from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.report_options import Draw, numbers, report_options
 from cppbatch.config import DRAFT_SETTINGS, MEDIA_SETTINGS, EngineConfig, Speculation
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cppbatch.bench.load.compare_servers import Progress, Target
+    from cppbatch.bench.load.compare_servers import Progress
     from cppbatch.bench.load.results import LoadIdeal
+    from cppbatch.bench.load.target import Target
     from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
     from cppbatch.engine.model_info import ModelInfo
@@ -150,7 +152,7 @@ def throughput(
         )
         config = msgspec.structs.replace(config, spec=speculation)
         return measure_speedup(config, wanted, _chat_prompt, show), plot_speedup
-    from cppbatch.bench.resource_usage import EnergySettings
+    from cppbatch.bench.energy import EnergySettings
     from cppbatch.bench.throughput import Sizes, measure_throughput, plot_throughput
 
     given = Sizes(
@@ -407,7 +409,7 @@ def _load_ideal(model_file: str | None, load: LoadSettings) -> Iterator[LoadIdea
     if not model_file:
         yield None
         return
-    from cppbatch.bench.explain import bare_costs_of_model
+    from cppbatch.bench.bare_costs import bare_costs_of_model
     from cppbatch.bench.load.results import LoadIdeal
     from cppbatch.models.pull import choose_model
 
@@ -419,7 +421,7 @@ def _load_ideal(model_file: str | None, load: LoadSettings) -> Iterator[LoadIdea
 
 
 def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
-    from cppbatch.bench.load.compare_servers import Target
+    from cppbatch.bench.load.target import Target
 
     if label and len(urls) > 1:
         raise ConfigError(f"--label {label} applies to a single server; to name several, use --url NAME=URL")

@@ -43,7 +43,7 @@ class _Option(click.Option):
     """An option whose switches are read from variables as llama.cpp reads them."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """As in click. A switch may be `enabled` or `disabled`, and LLAMA_ARG_NO_X turns off that of LLAMA_ARG_X."""
+        """Reads switches as llama.cpp does: `enabled`, `disabled`, and LLAMA_ARG_NO_X turns off that of LLAMA_ARG_X."""
         value = super().resolve_envvar_value(ctx)
         if not self.is_flag or not isinstance(self.envvar, list):
             return value
@@ -71,7 +71,7 @@ class Choice(click.Choice[str]):
         self._words = {**{each.replace("_", "-"): each for each in choices}, **words}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As in click."""
+        """Replaces llama.cpp's names before click checks the value."""
         return super().convert(self._words.get(value.replace("_", "-"), value), param, ctx)
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
@@ -93,7 +93,7 @@ class _Specs(Choice):
     """A choice that also accepts llama-server's list of sources."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As in click. Several sources are `auto`, which includes earlier text, unless all others are of one kind."""
+        """Several sources are `auto`, which includes earlier text, unless all others are of one kind."""
         kinds = {super(_Specs, self).convert(each, param, ctx) for each in value.split(",")} - {"off"}
         models = kinds - {"suffix", "auto"}
         if len(models) == 1 and models.isdisjoint({"draft", "mtp"}):
@@ -110,7 +110,7 @@ class _Layers(click.types.IntParamType):
         self._words = {"auto": -1, "all": every}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """As in click."""
+        """Converts a number of layers, or a word for one."""
         return self._words[value] if value in self._words else int(super().convert(value, param, ctx))
 
 
@@ -157,7 +157,7 @@ def _scaled_file(given: str) -> tuple[str, float]:
 
 
 def _overrides(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
-    """As in llama.cpp: separated by commas, except within double quotes."""
+    """Splits at commas, except within double quotes."""
     return tuple(each for row in csv.reader(given) for each in row)
 
 
@@ -321,7 +321,7 @@ class _ModelName(click.ParamType):  # type: ignore[type-arg]
     name = "text"
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
-        """As in click."""
+        """Keeps spaces: the variable names one model."""
         return [rv]
 
 
@@ -504,7 +504,7 @@ class CountRange(click.ParamType):  # type: ignore[type-arg]
     name = "count"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
-        """As in click."""
+        """Converts a number, or a range of two."""
         if isinstance(value, tuple):
             return value
         if found := _RANGE.fullmatch(str(value)):

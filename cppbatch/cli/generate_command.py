@@ -17,7 +17,7 @@ from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.cli.server_options import are_chats, chat_template_option
 from cppbatch.config import EngineConfig
-from cppbatch.engine.chats import ChatEvent
+from cppbatch.engine.chat_results import ChatEvent
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, UNLIMITED, sampling_params
 from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, completion
 from cppbatch.errors import CppBatchError, InvalidRequest

@@ -49,7 +49,7 @@ _FROM_FILE: dict[str, Any] = {
     "rope_scaling_type": -1, "rope_freq_base": 0.0, "rope_freq_scale": 0.0, "yarn_ext_factor": -1.0,
     "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_orig_ctx": 0,
 }  # fmt: skip
-"""Its defaults, with which the model's file decides."""
+"""The defaults, with which the model's file decides."""
 
 
 class LlamaCppPythonConfig(NamedTuple):

@@ -20,7 +20,7 @@ class UnneededFlag(NamedTuple):
     """A flag of llama-server that is accepted and ignored."""
 
     names: str
-    """Its names, separated by spaces."""
+    """The names of the flag, separated by spaces."""
     instead: str
     """What applies instead."""
     value: str = ""
@@ -36,7 +36,7 @@ class RefusedFlag(NamedTuple):
     reason: str
     llama_env: str = ""
     value: str = ""
-    """As in `UnneededFlag`."""
+    """The placeholder for the flag's value; "": it has none."""
 
 
 RENAMED: Mapping[str, tuple[str, ...]] = {
@@ -186,7 +186,7 @@ class LlamaServerCommand(GroupedCommand):
     """A command that accepts llama-server's names for its flags, with _ or - between the words."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As in click, after `RENAMED` and `PRESETS`."""
+        """Replaces flags of `RENAMED` and `PRESETS` before click parses them."""
         renamed = {**RENAMED, **PRESETS}
         return super().parse_args(ctx, [part for arg in args for part in renamed.get(arg.replace("_", "-"), (arg,))])
 

@@ -165,7 +165,7 @@ class Catalog:
         self._missing: dict[str, list[Callable[[], object]]] = {}
         """What downloads the files of the models that have some elsewhere."""
         self._projectors: dict[str, Path | None] = {}
-        """Those of models of the hub."""
+        """The projectors of models of the hub."""
         self._meant: dict[str, Path] = {}
         """The file of every name that a model has had, also of the names without a weight type."""
 
@@ -175,7 +175,7 @@ class Catalog:
             return self._read()
 
     def fetch(self, name: str) -> None:
-        """As in `ModelCatalog`."""
+        """Downloads the files of a model that are elsewhere."""
         for download in self._missing.get(name, ()):
             download()
 

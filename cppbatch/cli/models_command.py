@@ -106,7 +106,7 @@ def remove(name: str) -> None:
 
 def _default_url() -> str:
     """Where `cppbatch serve` listens without --host and --port."""
-    from cppbatch.server.settings import ollama_host
+    from cppbatch.server.address import ollama_host
 
     host, port = ollama_host() or ("127.0.0.1", 8080)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -199,7 +199,7 @@ def requantize(
     that are slower than BF16 or another larger type. Matrices of other types are copied. Then measures speed, memory
     and text quality of both files. MODEL is not modified.
     """
-    from cppbatch.bench.quality import compare_files
+    from cppbatch.bench.compare_files import compare_files
     from cppbatch.models.kernels import has_gpu, kernel_times
     from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type, read_matrices
     from cppbatch.models.requantize import requantize as write

@@ -73,7 +73,7 @@ class GroupedCommand(click.Command):
             )  # fmt: skip
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As in click, which splits an unknown `-nzz` into `-n zz`: here it is refused as a whole.
+        """Refuses an unknown `-nzz` as a whole, which click splits into `-n zz`.
 
         A value may be attached to a one-letter flag that takes a text (`-mmodel.gguf`), or a number if it starts like
         one (`-n64`). One-letter flags without a value may be joined.

@@ -51,7 +51,7 @@ def _biases(_context: object, _option: object, given: tuple[str, ...]) -> dict[s
 
 
 def _unescape(text: str) -> str:
-    """As llama.cpp: \\n, \\r, \\t, quotes, backslashes and \\xHH; others stay as they are."""
+    """Replaces \\n, \\r, \\t, quotes, backslashes and \\xHH; others stay as they are."""
     return _ESCAPE.sub(lambda found: _ESCAPED.get(found[1]) or chr(int(found[1][1:], 16)), text)
 
 

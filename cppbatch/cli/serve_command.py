@@ -41,8 +41,9 @@ from cppbatch.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment, EngineStarter
     from cppbatch.ray.replica.options import ReplicaOptions
+    from cppbatch.server.address import Address
     from cppbatch.server.models.served import ServedModels
-    from cppbatch.server.settings import Address, ServerSettings
+    from cppbatch.server.settings import ServerSettings
 
 
 # --- ray options -----------------------------------------------------------------------------------------------------

@@ -405,10 +405,11 @@ def server_options(command: Command) -> Command:
         ssl_keyfile: str | None,
         **arguments: Any,
     ) -> Any:
+        from cppbatch.server.address import Address, ollama_host, tls_context
         from cppbatch.server.auth.rules import ApiKey, Keys
         from cppbatch.server.http.hosts import names_of
         from cppbatch.server.http.limits import Limits
-        from cppbatch.server.settings import Address, ServerSettings, ollama_host, tls_context
+        from cppbatch.server.settings import ServerSettings
 
         keys: list[str | ApiKey] = list(api_keys)
         if api_key_file:

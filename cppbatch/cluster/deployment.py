@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cppbatch.cluster.engines.process import EngineProcess
 
 MAX_WORKERS = 64
-"""Of one server."""
+"""The maximum number of workers of a server."""
 
 
 class EngineStarter(Protocol):

@@ -72,7 +72,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def id(self) -> str:
-        """Of the request."""
+        """The id of the request."""
         return self.request.id
 
 
@@ -83,7 +83,7 @@ class Check(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def id(self) -> str:
-        """Of the request."""
+        """The id of the request."""
         return self.request.id
 
 
@@ -103,7 +103,7 @@ class SlotAction(msgspec.Struct, frozen=True, tag=True):
     action: SlotActionName
     slot: int
     path: str
-    """Of the file; empty for erase."""
+    """The path of the file; empty for erase."""
 
 
 class Update(msgspec.Struct, frozen=True, tag=True):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from time import monotonic
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -29,9 +28,7 @@ from cppbatch.chat.output_parser import (
     Delta,
     OutputParser,
     ReasoningDelta,
-    TextDelta,
     ToolCall,
-    openai_message,
 )
 from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
@@ -40,14 +37,12 @@ from cppbatch.engine.media.sources import local_media, prompt_of_chat, with_file
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
 from cppbatch.engine.request import (
-    Completion,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
     Prompt,
     RequestOptions,
     TokenPiece,
-    completion,
 )
 from cppbatch.errors import InvalidRequest
 from cppbatch.text_patterns import any_of
@@ -145,7 +140,7 @@ class ChatRequests:
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
         )
         with turn.client_names():
-            chat = self._format.prepare(turn)
+            chat = self._format.render(turn)
         prompt_params = _params_of_chat(params, chat)
         return ChatRequest(
             GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat
@@ -242,118 +237,6 @@ class ChatFormats:
     def add_tokens(chat: ChatFormat, tokens: Mapping[str, Sequence[TokenPiece]]) -> None:
         """Adds the tokens of each of the format's markers."""
         chat.token_ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
-
-
-# --- chat results ----------------------------------------------------------------------------------------------------
-# The assistant's message, during generation and when complete.
-
-
-class ChatCompletion(Completion, frozen=True, kw_only=True):
-    """The answer to a conversation. `text` is the answer without reasoning and tool calls.
-
-    A message that ends with `tool_calls` has the finish reason `stop`, like every message that the model itself ends.
-    """
-
-    reasoning: str = ""
-    """The model's reasoning before its answer."""
-    tool_calls: list[ToolCall] = []  # noqa: RUF012  # msgspec copies it
-
-    @property
-    def message(self) -> Json:
-        """OpenAI's message object, to append to the conversation for the next request."""
-        return openai_message(self.text, self.reasoning, self.tool_calls)
-
-
-class ChatEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """More of an assistant's message."""
-
-    text: str = ""
-    """New text of the answer."""
-    reasoning: str = ""
-    """New text of the reasoning."""
-    deltas: list[Delta] = []
-    """All new parts in order, including tool calls."""
-    tokens: list[int] = []
-    """New token ids."""
-    completion: ChatCompletion | None = None
-    """The whole answer; only set in the last event."""
-
-
-def chat_completion(events: Sequence[GenerationEvent], chat: PreparedChat) -> ChatCompletion:
-    """All events of a finished conversation request, as one result."""
-    reader = ChatReader(chat)
-    for event in events:
-        last = reader.read(event)
-    assert last.completion
-    return last.completion
-
-
-class ChatReader:
-    """Converts the events of a request to chat events."""
-
-    def __init__(self, chat: PreparedChat) -> None:
-        self._output = AssistantOutput(chat)
-        self._events: list[GenerationEvent] = []
-
-    @property
-    def message(self) -> Json:
-        """The message so far, as OpenAI's object."""
-        said = self._output.message
-        return openai_message(said.text, said.reasoning, said.calls)
-
-    def read(self, event: GenerationEvent) -> ChatEvent:
-        """The parts that an event adds to the message."""
-        self._events.append(event)
-        deltas = self._output.read(event)
-        return ChatEvent(
-            text="".join(delta.text for delta in deltas if isinstance(delta, TextDelta)),
-            reasoning="".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
-            deltas=deltas,
-            tokens=event.tokens,
-            completion=self._completion() if event.finish_reason else None,
-        )
-
-    def _completion(self) -> ChatCompletion:
-        said, whole = self._output.message, completion(self._events)
-        fields = {name: getattr(whole, name) for name in Completion.__struct_fields__}
-        return ChatCompletion(**fields | {"text": said.text, "reasoning": said.reasoning, "tool_calls": said.calls})
-
-
-class ChatStream:
-    """The answer to a conversation during generation: an iterator of `ChatEvent`s, and a context manager.
-
-    Leaving the block, or `close`, cancels an incomplete answer. `message` has the answer so far.
-    """
-
-    def __init__(self, events: Generator[GenerationEvent, None, None], chat: PreparedChat) -> None:
-        self._events, self._reader = events, ChatReader(chat)
-        self.completion: ChatCompletion | None = None
-        """The whole answer; None until it is complete."""
-
-    @property
-    def message(self) -> Json:
-        """The message so far, as OpenAI's object: append it to the conversation."""
-        return self._reader.message
-
-    def __iter__(self) -> ChatStream:
-        return self
-
-    def __next__(self) -> ChatEvent:
-        event = self._reader.read(next(self._events))
-        self.completion = event.completion
-        return event
-
-    def close(self) -> None:
-        """Cancels the answer if it is incomplete."""
-        self._events.close()
-
-    def __enter__(self) -> ChatStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 # --- assistant output ------------------------------------------------------------------------------------------------

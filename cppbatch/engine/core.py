@@ -42,8 +42,8 @@ class EngineCore:
     """One model, one context, one batch that sequences join and leave at any step.
 
     A step: `Scheduler.plan` > `KVPool.apply` > `Batch.refill` > `llama_decode` > `Sampler.sample` >
-    `OutputProcessor.accept`. Only one thread at a time may use it, except for `prepare` and `inputs`, which any thread
-    may use until the engine is closed. After a step, another thread may convert the `outputs` to events.
+    `OutputProcessor.accept`. Only one thread at a time may use it, except for `make_sequence` and `inputs`, which any
+    thread may use until the engine is closed. After a step, another thread may convert the `outputs` to events.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class EngineCore:
         `on_plan`: called in every step with its plan, before llama.cpp is called. `on_admitted`: takes the outputs
         before llama.cpp is called, if they report the admission of a request (`usage_events`).
         `survives_failures`: if a batch fails, True ends its sequences with an error, and the others continue; False
-        makes `step` raise. `prepares_beside_steps`: `prepare` may wait until sequences have ended, because another
-        thread steps meanwhile. Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
+        makes `step` raise. `prepares_beside_steps`: `make_sequence` may wait until sequences have ended, because
+        another thread steps meanwhile. Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
         self.config = config
         self.process = OwnProcess()
@@ -152,7 +152,7 @@ class EngineCore:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def prepare(
+    def make_sequence(
         self,
         request: GenerationRequest,
         resume: ResumeState | None = None,
@@ -166,14 +166,14 @@ class EngineCore:
         `resume`: the tokens that the request got from a crashed engine. With the same seed, the request continues with
         the same text, except that mirostat and adaptive-p restart their adaptation. `cancelled`: polled while a long
         text is tokenised; if it returns True, `RequestCancelled` is raised. `arrived_at`, `patient`: as in
-        `InputProcessor.prepare`.
+        `InputProcessor.process`.
 
         Raises `InvalidRequest` for a request that can never run (an empty prompt, unknown token ids, too many tokens,
         an invalid grammar); `RequestCancelled`; `EngineClosed`.
         """
         if self.is_closed:
             raise EngineClosed("the engine is closed")
-        sequence = self.inputs.prepare(request, cancelled, arrived_at=arrived_at, patient=patient)
+        sequence = self.inputs.process(request, cancelled, arrived_at=arrived_at, patient=patient)
         if resume:
             self.inputs.check_resumed(sequence, len(resume.tokens))
             sequence.resume(resume, perf_counter())
@@ -331,7 +331,7 @@ class EngineCore:
         """Fills the batch with the step's tokens. Images are added when their turn comes (`_decode_media`)."""
         if plan.chunks:
             self._batch.refill(plan.batch, n_rows=plan.n_rows)
-            self._sampler.prepare(plan)
+            self._sampler.before_decode(plan)
         else:
             self._batch.clear()
 

@@ -14,8 +14,9 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.chat.messages import PlainText
+from cppbatch.chat.media_parts import PlainText
 from cppbatch.config import setting_name
+from cppbatch.engine.grammar.structured_output import GrammarCompiler
 from cppbatch.engine.lora_sets import set_of_request
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
@@ -31,8 +32,7 @@ from cppbatch.engine.request import (
     is_long,
     text_of_part,
 )
-from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
-from cppbatch.engine.sampling.structured_output import GrammarCompiler
+from cppbatch.engine.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sequence import MediaRun, Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, EngineClosed, InvalidRequest
@@ -60,7 +60,7 @@ class InputProcessor:
         waits_for_room: bool = False,
     ) -> None:
         """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes images and audio; None: text only.
-        `waits_for_room`: `prepare` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
+        `waits_for_room`: `process` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
         self._vocab = vocab
         self._media = media
         self._waits_for_room = waits_for_room
@@ -89,7 +89,7 @@ class InputProcessor:
                     del self._readers[thread]
                 self._changed.notify_all()
 
-    def prepare(
+    def process(
         self,
         request: GenerationRequest,
         cancelled: IsCancelled = never_cancelled,
@@ -103,9 +103,9 @@ class InputProcessor:
         the invalid field, `RequestCancelled`, `EngineClosed`; unless `patient`, `SlowGrammar`.
         """
         with self._reading():
-            return self._prepare(request, cancelled, perf_counter() if arrived_at is None else arrived_at, patient)
+            return self._process(request, cancelled, perf_counter() if arrived_at is None else arrived_at, patient)
 
-    def _prepare(self, request: GenerationRequest, cancelled: IsCancelled, arrived_at: float, patient: bool) -> Seq:
+    def _process(self, request: GenerationRequest, cancelled: IsCancelled, arrived_at: float, patient: bool) -> Seq:
         self._check_task(request)
         runs: tuple[MediaRun, ...] = ()
         if isinstance(request.prompt, MediaPrompt):
@@ -167,7 +167,7 @@ class InputProcessor:
             return wanted if shifts else min(wanted, room)
         if shifts:
             return wanted
-        if wanted > room and not request.fit:
+        if wanted > room and not request.clamp_max_tokens:
             message = (
                 f"is {wanted}: with a prompt of {n} tokens, that is {n + wanted} in total, but {self._limit_text()}"
             )
@@ -188,7 +188,7 @@ class InputProcessor:
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `prepare`, raises `RequestCancelled`."""
+        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `process`, raises `RequestCancelled`."""
         with self._reading():
             if isinstance(text, MediaPrompt):
                 self._check_modalities(text)
@@ -246,7 +246,7 @@ class InputProcessor:
         return self._vocab.tokenize(text, add_special=adds_bos, add_eos=False, plain=plain, cancelled=cancelled)
 
     def is_quick(self, request: GenerationRequest) -> bool:
-        """Whether `prepare` only takes milliseconds: a short text, and no grammar to compile."""
+        """Whether `process` only takes milliseconds: a short text, and no grammar to compile."""
         texts = request.prompt, request.prediction or ""
         return not any(map(is_long, texts)) and self._grammars.is_compiled(request.params)
 

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.chats import (
     ChatOptions,
     ChatRequest,
     ChatRequests,
     Conversation,
     PromptOrMessages,
-    chat_completion,
     is_conversation,
 )
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalise_vectors, vector_of
@@ -41,13 +41,12 @@ from cppbatch.engine.request import (
     likeliest,
     n_candidates,
 )
+from cppbatch.engine.request_engine import RequestEngine
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import GenerationFailed, InvalidRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from cppbatch.engine.engine import BatchInferenceEngine
 
 
 # --- offline ---------------------------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ class _EmbedOptions(RequestOptions):
 
 
 def generate(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     prompts: Sequence[PromptOrMessages],
     params: Params | Sequence[SamplingParams] = None,
     *,
@@ -102,7 +101,7 @@ def generate(
 
 
 def generate_grid(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     prompts: Sequence[PromptOrMessages],
     settings: Sequence[SamplingParams],
     *,
@@ -122,7 +121,7 @@ def generate_grid(
 
 
 def forward_batch(
-    engine: BatchInferenceEngine, token_lists: Sequence[Sequence[int]], **options: Unpack[RequestOptions]
+    engine: RequestEngine, token_lists: Sequence[Sequence[int]], **options: Unpack[RequestOptions]
 ) -> Logits:
     """The logits of the next token after each list of token ids: float32[len(token_lists), n_vocab].
 
@@ -158,7 +157,7 @@ def _is_list(value: object) -> bool:
 
 
 def stream(
-    engine: BatchInferenceEngine, prompt: PromptOrMessages, params: Params = None, **options: Unpack[RequestOptions]
+    engine: RequestEngine, prompt: PromptOrMessages, params: Params = None, **options: Unpack[RequestOptions]
 ) -> Generator[GenerationEvent, None, None]:
     """Continues one prompt and yields its events as they are created. Other requests advance in the same steps.
 
@@ -170,7 +169,7 @@ def stream(
 
 
 def embed(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     texts: Sequence[Prompt],
     *,
     normalise: bool = True,
@@ -207,7 +206,7 @@ def embed(
 
 
 def map_prompts(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
     params: Params = None,
     *,
@@ -284,9 +283,7 @@ class Prepared(NamedTuple):
         return chat_completion(events, self.chat) if self.chat else completion(events)
 
 
-def _prepare(
-    engine: BatchInferenceEngine, prompt: PromptOrMessages, params: Params, options: RequestOptions
-) -> Prepared:
+def _prepare(engine: RequestEngine, prompt: PromptOrMessages, params: Params, options: RequestOptions) -> Prepared:
     request_id = engine.new_request_id()
     if is_conversation(prompt):
         chats = ChatRequests(engine.chat_format(), cast(ChatOptions, options))
@@ -296,7 +293,7 @@ def _prepare(
     return Prepared(engine.prepare(request))
 
 
-def prepare_chat(engine: BatchInferenceEngine, made: ChatRequest) -> Prepared:
+def prepare_chat(engine: RequestEngine, made: ChatRequest) -> Prepared:
     """A conversation's request as a sequence. Raises `InvalidRequest`."""
     try:
         return Prepared(engine.prepare(made.request), made.chat)
@@ -305,7 +302,7 @@ def prepare_chat(engine: BatchInferenceEngine, made: ChatRequest) -> Prepared:
 
 
 def _prepare_all(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     prompts: Sequence[PromptOrMessages],
     params: list[SamplingParams],
     options: RequestOptions,
@@ -327,7 +324,7 @@ def _prepare_all(
 
 
 def complete(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     prepared: Sequence[Prepared],
     verb: str,
     *,
@@ -341,7 +338,7 @@ def complete(
 
 
 def run(
-    engine: BatchInferenceEngine, sequences: Sequence[Seq], *, limited: bool = False
+    engine: RequestEngine, sequences: Sequence[Seq], *, limited: bool = False
 ) -> Generator[GenerationEvent, None, None]:
     """Queues sequences when iteration starts, and yields their events until they have ended."""
     requests = _Requests(engine)
@@ -356,7 +353,7 @@ def run(
 class _Requests:
     """The requests of one call. Receives their events, whichever thread steps the engine."""
 
-    def __init__(self, engine: BatchInferenceEngine) -> None:
+    def __init__(self, engine: RequestEngine) -> None:
         self._core, self._turns = engine.core, engine.turns
         self._inbox: deque[GenerationEvent] = deque()
         self.running: set[str] = set()
@@ -407,7 +404,7 @@ class _Requests:
 
 
 def _gather(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     sequences: Sequence[Seq],
     verb: str,
     *,
@@ -444,7 +441,7 @@ class _Mapper:
 
     def __init__(
         self,
-        engine: BatchInferenceEngine,
+        engine: RequestEngine,
         prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
         params: Params,
         *,

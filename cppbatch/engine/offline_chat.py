@@ -5,32 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, overload
 
-from cppbatch.engine.chats import (
-    ChatCompletion,
-    ChatEvent,
-    ChatOptions,
-    ChatReader,
-    ChatRequests,
-    ChatStream,
-    Conversation,
-    several_conversations,
-)
+from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader, ChatStream
+from cppbatch.engine.chats import ChatOptions, ChatRequests, Conversation, several_conversations
 from cppbatch.engine.offline import Prepared, complete, params_for_each, prepare_chat, run
 from cppbatch.engine.params import Params, SamplingParams
 from cppbatch.engine.request import GenerationEvent
+from cppbatch.engine.request_engine import RequestEngine
 from cppbatch.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from cppbatch.engine.engine import BatchInferenceEngine
 
 OnChatEvent = Callable[[int, ChatEvent], object]
 
 
 @overload
 def chat(  # type: ignore[overload-overlap]  # a str is a sequence of str, but means one conversation
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     conversations: Conversation,
     params: Params = None,
     *,
@@ -42,7 +33,7 @@ def chat(  # type: ignore[overload-overlap]  # a str is a sequence of str, but m
 
 @overload
 def chat(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     conversations: Sequence[Conversation],
     params: Params | Sequence[SamplingParams] = None,
     *,
@@ -53,7 +44,7 @@ def chat(
 
 
 def chat(
-    engine: BatchInferenceEngine,
+    engine: RequestEngine,
     conversations: Conversation | Sequence[Conversation],
     params: Params | Sequence[SamplingParams] = None,
     *,
@@ -101,7 +92,7 @@ def chat(
 
 
 def chat_stream(
-    engine: BatchInferenceEngine, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
+    engine: RequestEngine, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
 ) -> ChatStream:
     """Generates the assistant's next message and yields its `ChatEvent`s as they are created.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
-from cppbatch.chat.messages import PlainText
+from cppbatch.chat.media_parts import PlainText
 from cppbatch.engine.params import INT32_MAX, SamplingParams, format_value, instance, number, replace_fields, token_ids
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.model_changes import MOST_SCALE
@@ -99,12 +99,12 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def media(self) -> list[Media]:
-        """Its images and audio, in order."""
+        """The images and audio, in order."""
         return [part for part in self.parts if isinstance(part, Media)]
 
     @property
     def text(self) -> str:
-        """Its texts."""
+        """The texts, joined."""
         return "".join(map(text_of_part, self.parts))
 
 
@@ -153,7 +153,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after arrival at which the request ends; None: no limit."""
     queue_timeout: float | None = None
     """Seconds after arrival at which the request ends if it has not started; None: no limit."""
-    fit: bool = False
+    clamp_max_tokens: bool = False
     """Clamp `max_tokens` to the context remaining after the prompt. False: refuse a request that does not fit."""
     cache_prompt: bool = True
     """Reuse a prefix from the prefix cache, and keep this request's tokens there for others."""
@@ -199,7 +199,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             number(self, "n_keep", *OPTION_RANGES["n_keep"], integer=True)
         number(self, "id_slot", *OPTION_RANGES["id_slot"], integer=True)
         number(self, "n_discard", *OPTION_RANGES["n_discard"], integer=True)
-        for name in ("fit", "cache_prompt"):
+        for name in ("clamp_max_tokens", "cache_prompt"):
             instance(self, name, bool, "true or false")
         if self.task not in get_args(Task):
             raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
@@ -242,7 +242,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     timeout: float | None
     queue_timeout: float | None
-    fit: bool
+    clamp_max_tokens: bool
     cache_prompt: bool
     cache_salt: str
     id_slot: int
@@ -298,7 +298,7 @@ class TokenPiece(msgspec.Struct, frozen=True):
 
     id: int
     piece: bytes
-    """Its bytes, possibly part of a character; for a control token, its text."""
+    """The token's bytes, possibly part of a character; for a control token, its text."""
 
 
 def detokenize(tokens: list[TokenPiece]) -> str:
@@ -311,7 +311,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
     token: int
     piece: bytes
-    """Its bytes, possibly part of a character; for a control token, its text."""
+    """The token's bytes, possibly part of a character; for a control token, its text."""
     logprob: float | None
     """None for the first token of a prompt, which is not predicted."""
     top: list[tuple[int, bytes, float]] = []
@@ -354,7 +354,7 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
     error_field: str | None = None
     """The request field that caused the error; None: the engine failed."""
     overflow: ContextOverflow | None = None
-    """As in `InvalidRequest`, for a refused request in a list."""
+    """Set if the prompt of a request in a list is longer than the context."""
 
     @property
     def is_report(self) -> bool:

@@ -26,9 +26,9 @@ from cppbatch.engine.request import (
 from cppbatch.engine.vocabulary import Detokenizer
 
 if TYPE_CHECKING:
+    from cppbatch.engine.grammar.structured_output import Constraint
     from cppbatch.engine.reasoning_follower import ReasoningFollower
-    from cppbatch.engine.sampling.sampling_plan import SamplingPlan
-    from cppbatch.engine.sampling.structured_output import Constraint
+    from cppbatch.engine.sampling_plan import SamplingPlan
 
 
 class MediaRun(msgspec.Struct, frozen=True, eq=False):
@@ -322,7 +322,7 @@ class Seq:
         return n if self.is_scored or self.request.task == "embed" else max(0, n - self.n_pending + 1)
 
     def text_tokens(self, start: int) -> npt.NDArray[np.int32]:
-        """As `known_tokens`, without the placeholders of images and audio."""
+        """The known tokens from index `start`, without the placeholders of images and audio."""
         tokens = self.known_tokens(start)
         return tokens[tokens >= 0] if self.media else tokens
 

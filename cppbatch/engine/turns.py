@@ -92,7 +92,7 @@ class Turns:
                 self._changed.notify_all()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """As `run`; within a turn of the same thread, or its wait for one, `work` is called at the end of the turn.
+        """Calls `work` in a turn; if this thread has one or waits for one, at the end of that turn.
 
         For calls by garbage collection in the middle of a step: closing an unreferenced iterator.
         """

@@ -11,12 +11,14 @@ from pathlib import Path
 import msgspec
 
 from cppbatch.errors import ConfigError, InUse, StorageError
-from cppbatch.jobs.durable_files import IN_MEMORY, DurableFile, beside, storage_error, uncommitted_path
+from cppbatch.jobs.database import IN_MEMORY
+from cppbatch.jobs.durable_files import DurableFile, beside, storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
+from cppbatch.jobs.input.parquet import import_pyarrow
 from cppbatch.jobs.input.reader import InputReader
-from cppbatch.jobs.input.tables import import_pyarrow
 from cppbatch.jobs.job_request import Json
-from cppbatch.jobs.journal import Journal, Ledger
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
 from cppbatch.regular_files import is_model, is_same_file, is_special, is_stream
 
 _SETTINGS_NOTE = "settings"

@@ -51,7 +51,7 @@ class _Case(NamedTuple):
     attention: Attention
     is_prefill: bool
     n_cells: int
-    """Of each sequence."""
+    """The cells of each sequence."""
 
 
 class _Sizes(NamedTuple):

@@ -14,6 +14,7 @@ from cppbatch.config import FlashAttention, Pooling, setting_name
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
+from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
 from cppbatch.llama.control_vector import apply_directions
 from cppbatch.llama.library import C, layer_rows, nextn
 from cppbatch.llama.llama_batch import (
@@ -29,7 +30,6 @@ from cppbatch.llama.llama_batch import (
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
 from cppbatch.llama.owned import Owned
-from cppbatch.llama.sampler_chain import MAX_CANDIDATES, BackendSampling
 from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_BYTES, Rollback, SequenceState
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -183,7 +183,7 @@ class Context:
         # Some models have a table of n_ctx_train positions.
         self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
         self.flash_attn: FlashAttention = flash_attn
-        """As requested."""
+        """The setting as requested."""
         if self.gives_hidden_rows:
             self.give_hidden_rows(self._row_layers)
         self._memory = C.llama_get_memory(handle)  # None for BERT; llama.cpp's functions accept it

@@ -18,7 +18,7 @@ from cppbatch.models.file_header import read_floats, read_header
 _DIRECTION = re.compile(r"direction\.([1-9]\d*)")  # llama.cpp refuses layer 0, which has no output to change
 
 Directions = npt.NDArray[np.float32]
-"""Of one control vector, or a sum of some: [layer - 1, n_embd]."""
+"""A control vector, or a sum of some: [layer - 1, n_embd]."""
 
 
 def apply_directions(context: Any, directions: Directions | None, layers: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 Two models of a type differ only in the width of their feed-forward matrices, so the difference of their times is the
 time of these matrices. They fit into the CPU's cache, so the measurement covers computation, not memory access. To
-exclude the influence of other programs, it uses CPU time, the fastest of many decodes taken in turns, and a single
+exclude the influence of other programs, it uses CPU time, the fastest of many decodes taken alternately, and a single
 thread: two would wait for each other whenever one of them is interrupted. A type that llama.cpp repacks is timed with
 and without repacking.
 """

@@ -17,125 +17,11 @@ import numpy.typing as npt
 from cppbatch.config import FlashAttention
 from cppbatch.errors import DecodeFailed, OutOfRange
 from cppbatch.llama.context import Context
+from cppbatch.llama.head_context import HeadContext
 from cppbatch.llama.library import C, nextn
-from cppbatch.llama.llama_batch import Batch, EmbeddingBatch, FloatArray, Int32Array
+from cppbatch.llama.llama_batch import Batch, EmbeddingBatch, FloatArray
 from cppbatch.llama.model import Model
 from cppbatch.models.inspect import DraftFile
-
-# --- head context ----------------------------------------------------------------------------------------------------
-# The draft head in a model file (MTP: multi-token prediction): its context, and the batches that it decodes.
-#
-# A head is one more layer. It reads a token together with the hidden row of the previous token, and returns logits for
-# the next token, and a hidden row of its own for the next draft token. `Context.give_hidden_rows` makes the model
-# output its hidden rows. llama.cpp itself uses heads in `common/speculative.cpp`.
-
-
-HiddenRows = npt.NDArray[np.float32]
-"""float32[n, n_embd]"""
-
-_LOGITS_BYTES = 32 << 20  # of a decode
-
-
-class HeadBatch(Batch):
-    """A batch for a `HeadContext`: `hidden`, float32[capacity, n_embd], has the previous hidden row of each token."""
-
-    def __init__(self, capacity: int, n_embd: int) -> None:
-        super().__init__(capacity)
-        self.hidden: HiddenRows = np.zeros((capacity, n_embd), np.float32)
-
-    def _make_struct(self, start: int = 0) -> Any:
-        struct = super()._make_struct(start)
-        struct.embd = self.hidden[start:].ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        return struct
-
-    def add_hidden_run(
-        self, tokens: Int32Array, hidden: HiddenRows, position: int, seq_id: int, *, n_logits: int
-    ) -> None:
-        """As `add_run`, with the previous hidden row of each token."""
-        self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
-        self.add_run(tokens, position, seq_id, n_logits=n_logits)
-
-    def add_hidden_rows(self, tokens: list[int], hidden: HiddenRows, positions: list[int], seq_ids: list[int]) -> None:
-        """As `add_rows`, with the previous hidden row of each token."""
-        self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
-        self.add_rows(tokens, positions, seq_ids)
-
-
-class HeadContext(Context):
-    """The context of a model's draft head, in the unified layout: cells of one layer. It decodes a `HeadBatch`.
-
-    The cells of a sequence may start at any position: a head's cell depends only on its token and the previous row.
-    """
-
-    reads_first = True
-    """Whether it reads the first token of a text, with zeros as the previous row."""
-
-    def __init__(
-        self,
-        model: Model,
-        *,
-        n_ctx: int,
-        n_batch: int,
-        n_seq_max: int,
-        n_threads: int,
-        flash_attn: FlashAttention,
-        type_k: str,
-        type_v: str,
-        target: Context | None = None,
-        head: int = 0,
-    ) -> None:
-        """`model` was loaded with its heads, and this is number `head`, or it drafts for the model of `target`. A
-        ubatch has `n_batch` tokens. Raises as `Context`, and `OutOfRange` for a model without this head."""
-        self._head = head
-        if not (target or (model.has_head and 0 <= head < model.n_draft_heads)):
-            raise OutOfRange(f"draft head {head} of {model.path.name} is not loaded")
-        super().__init__(
-            model,
-            n_ctx=n_ctx,
-            n_batch=n_batch,
-            n_ubatch=n_batch,
-            n_seq_max=n_seq_max,
-            n_threads=n_threads,
-            flash_attn=flash_attn,
-            type_k=type_k,
-            type_v=type_v,
-            swa_full=True,
-            is_head=True,
-            target=target,
-        )
-        self.give_hidden_rows()
-
-    def __enter__(self) -> HeadContext:
-        return self
-
-    def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
-        """As `Context.give_hidden_rows`. Also sets the head to compute."""
-        super().give_hidden_rows(layers)
-        if self._head:
-            nextn().llama_set_nextn_layer_offset(self.handle, self._head)
-
-    def open_again(self) -> None:
-        """Recreates the closed context, empty. Raises as the constructor."""
-        self.reopen(n_ctx=self.n_ctx, kv_unified=True, flash_attn=self.flash_attn)
-
-    @property
-    def n_row(self) -> int:
-        """The length of the row that it reads for a token."""
-        return self.model.n_embd
-
-    @property
-    def n_logits(self) -> int:
-        """The maximum number of rows of logits: at least one of each sequence."""
-        return max(self.n_seq_max, min(self.n_ubatch, _LOGITS_BYTES // (4 * self._n_vocab)))
-
-    def new_batch(self) -> HeadBatch:
-        """An empty batch of `n_batch` tokens."""
-        return HeadBatch(self.n_batch, self.model.n_embd)
-
-    def encode(self, rows: HiddenRows) -> HiddenRows:
-        """The batch input for these rows of the model, float32[n, n_row]: the rows themselves."""
-        return rows
-
 
 # --- row contexts ----------------------------------------------------------------------------------------------------
 
@@ -202,8 +88,7 @@ class AssistantContext(HeadContext):
         )  # fmt: skip
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
-        """As `Context.reopen`, with the current sizes and flash attention setting of its target, which lays out the
-        cells."""
+        """Takes the current sizes and flash attention setting of its target, which lays out the cells."""
         target = self._of_cells
         super().reopen(n_ctx=target.n_ctx, kv_unified=target.kv_unified, flash_attn=target.flash_attn)
 
@@ -243,8 +128,7 @@ class DFlashContext(HeadContext):
         self._block_batch = Batch(self.n_batch)
 
     def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
-        """As `Context.give_hidden_rows`: the lattice of DFlash2, of all tokens. Also sets the attention mask of a
-        block."""
+        """Makes all tokens give the lattice of DFlash2, and sets the attention mask of a block."""
         super().give_hidden_rows(layers)
         nextn().llama_set_embeddings_nextn(self.handle, bool(self._file.top_k), False)
         C.llama_set_causal_attn(self.handle, self._file.is_causal)
@@ -256,7 +140,7 @@ class DFlashContext(HeadContext):
 
     @property
     def n_logits(self) -> int:
-        """As `HeadContext.n_logits`: rows of all tokens of the blocks, unless there is a lattice."""
+        """The maximum number of rows of logits: of all tokens of the blocks, unless there is a lattice."""
         return self.n_seq_max if self._file.top_k else min(self.n_batch, self.n_seq_max * self.block)
 
     def new_rows(self) -> RowBatch:

@@ -128,7 +128,7 @@ def _devices(library: ctypes.CDLL, endpoint: Endpoint) -> list[int]:
 
 
 def choose_devices(names: Sequence[str]) -> list[str]:
-    """These devices of this machine, by ggml's names. Without names: all GPUs, or the CPU if there are none.
+    """Returns ggml's names of the chosen devices of this machine. No names: all GPUs, or the CPU if there are none.
 
     Raises `LibraryError` for a build without RPC, and `LlamaError` for a device that does not exist.
     """

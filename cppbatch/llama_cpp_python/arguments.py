@@ -83,7 +83,7 @@ def engine_settings(given: Json) -> Json:
 
 
 def _override(key: str, value: object) -> str:
-    """As --override-kv."""
+    """Formats a value of --override-kv."""
     kind = next((name for kind, name in _OVERRIDES.items() if isinstance(value, kind)), type(value).__name__)
     return f"{key}={kind}:{str(value).lower() if kind == 'bool' else value}"
 

@@ -34,7 +34,8 @@ from cppbatch.llama_cpp_python.arguments import (
     engine_settings,
     sampling_params,
 )
-from cppbatch.llama_cpp_python.completions import Completion, Kept, TemplateHandler
+from cppbatch.llama_cpp_python.chat_handler import TemplateHandler
+from cppbatch.llama_cpp_python.completions import Completion, Kept
 from cppbatch.models.hub import HubModel, pull_model
 from cppbatch.unclosed import close_at_exit
 
@@ -235,7 +236,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
                 raise ValueError(f"Requested tokens ({len(prompt)}) exceed context window of {self._n_ctx}")
             params = replace_fields(params, max_tokens=min(params.max_tokens or room, room))
         engine = self.engine
-        request = GenerationRequest(id=engine.new_request_id(), prompt=prompt, params=params, fit=True)
+        request = GenerationRequest(id=engine.new_request_id(), prompt=prompt, params=params, clamp_max_tokens=True)
         sequence = engine.prepare(request)
         return Kept(self, run(engine, [sequence]), callbacks, len(sequence.text_tokens(0)))
 

@@ -43,7 +43,7 @@ class Attention(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in tables: "on f16 q8_0"."""
+        """The name in tables: "on f16 q8_0"."""
         return f"{self.flash_attn} {self.types}"
 
     @property
@@ -162,7 +162,7 @@ class RequestSizes(NamedTuple):
     prompt_tokens: float
     """Including those from the prefix cache."""
     computed_tokens: float
-    """Of the prompts."""
+    """Prompt tokens that were not in the prefix cache."""
     output_tokens: float
 
     @property

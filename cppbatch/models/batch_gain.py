@@ -29,7 +29,7 @@ class KernelReport(msgspec.Struct, frozen=True):
     on_gpu: bool
     """Whether a GPU (or Metal) computes the model: these kernels are not used then."""
     types: dict[str, KernelTimes]
-    """Those of the model's types that can be timed, most frequent first."""
+    """Times of the model's types that can be timed, most frequent first."""
     advice: str | None
     """One sentence, if another type would be clearly faster in batches."""
 

@@ -108,7 +108,7 @@ class WeightFiles:
         return len(self._digests) == len(self._stamps) and self._problem is None
 
     def read(self) -> None:
-        """As `read_beside`, and waits. Raises `ModelError`, as `check`, and if it was closed meanwhile."""
+        """Reads all files and waits for the end. Raises `ModelError`, as `check`, and if it was closed meanwhile."""
         if self._thread is None and self._problem is None:
             self.read_beside()
         if self._thread:

@@ -100,7 +100,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Of a type that is not in `WEIGHT_TYPES`: at least."""
+        """Bytes of the weights; a lower bound for a type that is not in `WEIGHT_TYPES`."""
         of_kind = WEIGHT_TYPES.get(self.kind)
         return self.n_elements // of_kind.block * of_kind.n_bytes if of_kind else self.n_elements // 8
 
@@ -113,7 +113,7 @@ class FileHeader(NamedTuple):
     for a text of more than 1 MiB, None."""
     tensors: list[TensorInfo]
     value_types: Mapping[str, str] = MappingProxyType({})
-    """Of the metadata (`VALUE_TYPES`)."""
+    """The types of the metadata's values (`VALUE_TYPES`)."""
 
     def text(self, key: str) -> str | None:
         """A text of the metadata. None if it is missing, or of another type in a damaged file: loading reports that."""
@@ -121,7 +121,7 @@ class FileHeader(NamedTuple):
         return value if isinstance(value, str) else None
 
     def whole_number(self, key: str) -> int | None:
-        """As `text`, for an integer of 0 or more."""
+        """An integer of 0 or more in the metadata; None if it is missing or of another type."""
         value = self.metadata.get(key)
         return value if isinstance(value, int) and value >= 0 else None
 
@@ -175,7 +175,7 @@ def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
 
 
 def read_floats(path: Path, name: str) -> npt.NDArray[np.float32]:
-    """As `read_integers`, of the type F32."""
+    """The numbers of a tensor of the type F32. Raises as `read_integers`."""
     import numpy as np
 
     return _read_tensor(path, name, "F32", "f4").astype(np.float32)

@@ -139,7 +139,7 @@ def pull_whole(
     *,
     in_child: bool = False,
 ) -> Path:
-    """As `pull_model`, with the projector of a model that is downloaded."""
+    """Downloads a model with its projector. Raises as `pull_model`."""
     pull_projector(model, say, root, starts, in_child=in_child)
     return pull_model(model, say, root, starts, in_child=in_child)
 
@@ -254,7 +254,7 @@ def projector_beside(model: Path, root: Path) -> Path | None:
 
 
 def _bits(file: str) -> int:
-    """Of the weights, by the name of their type; 0 if the file's name has none."""
+    """The bits of the weights, by the name of their type; 0 if the file's name has none."""
     found = _TYPE.search(_PART.sub("", file.removesuffix(".gguf")))
     return int(digits[0]) if found and (digits := re.search(r"\d+", found[1])) else 0
 

@@ -48,7 +48,7 @@ class HubFile(NamedTuple):
     weights: str
     """The type of its weights, by its name; "": unknown."""
     n_bytes: int
-    """Of all parts."""
+    """The size of all parts."""
     is_default: bool
     """Whether OWNER/REPO means this one."""
     is_here: bool

@@ -18,7 +18,7 @@ _MOST_LAYERS = 512  # LLAMA_MAX_LAYERS
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """The names of the tensors of experts, as a regular expression; as in llama.cpp's `common.h`."""
 DENSE_FFN = r"\.ffn_(up|down|gate)\."
-"""Those of the feed-forward part of a layer without experts."""
+"""The names of the tensors of the feed-forward part of a layer without experts."""
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
 
@@ -30,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None
     license: str | None
     size_bytes: int
-    """Of all parts of a split model."""
+    """The size of all parts of a split model."""
     n_params: int
     n_ctx_train: int | None
     n_layer: int | None
@@ -150,7 +150,7 @@ TARGETS = frozenset(
 """Architectures whose graph exports the rows that enter each layer. Asked for those of another one, llama.cpp aborts
 the process."""
 _EXPORTS_LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
-"""Of these, also the rows that leave the last layer."""
+"""Architectures whose graph also exports the rows that leave the last layer."""
 
 
 class DraftFile(NamedTuple):
@@ -270,8 +270,8 @@ def _layers(draft: _File) -> tuple[int, ...]:
 
 
 def _assistant_faults(draft: _File, target: _File) -> Iterator[str]:
-    """As `_faults`. Its layers with a window read the cells of the target's last layer but one, the others those of the
-    last one."""
+    """Yields why llama.cpp would abort. Layers with a window read the cells of the target's last layer but one, the
+    others those of the last one."""
     if target.architecture != "gemma4":
         yield f"it reads the KV cells of a gemma4 model, but {target.path.name} is {target.architecture}"
         return

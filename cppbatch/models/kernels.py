@@ -211,7 +211,7 @@ def _quantised_weights(path: Path) -> dict[str, int]:
 
 
 def _weights(path: Path) -> dict[str, int]:
-    """As `_quantised_weights`, with floats."""
+    """{type: number of weights} of all matrices that every row is multiplied by, including floats."""
     tensors = [tensor for part in model_parts(path) for tensor in read_header(part).tensors]
     is_looked_up = any(tensor.name == "output.weight" for tensor in tensors)
     weights: Counter[str] = Counter()

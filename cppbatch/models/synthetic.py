@@ -174,7 +174,7 @@ class Weight(NamedTuple):
     mean: float = 0.0
     zero_rows: Sequence[int] = ()
     kind: str = ""
-    """Its type; "": that of the file's matrices."""
+    """The type of the tensor; "": that of the file's matrices."""
 
 
 def matrix(name: str, outputs: int, inputs: int, gain: float = 1.0, zero_rows: Sequence[int] = ()) -> Weight:

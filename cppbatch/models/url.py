@@ -40,7 +40,7 @@ def pull_url(url: str, say: Say = lambda line: None) -> Path:
 
 
 def pull_url_file(url: str, say: Say = lambda line: None) -> Path:
-    """As `pull_url`, for a file that is not a model, such as a projector."""
+    """The path of a file that is not a model, such as a projector. Raises `ModelError`."""
     path = url_file(url)
     download(url, path, say)
     return check_file(path)

@@ -26,7 +26,7 @@ from cppbatch.cluster.link import (
     Tokenize,
     Tokenized,
 )
-from cppbatch.cluster.rules import prompt_prefixes
+from cppbatch.cluster.prefix_router import prompt_prefixes
 from cppbatch.config import EngineConfig
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
@@ -112,21 +112,21 @@ class RayEngine(EngineClient):
     # --- requests -----------------------------------------------------------------------------------------------
 
     async def check(self, request: GenerationRequest) -> None:
-        """As in `EngineClient`."""
+        """Asks a replica. Refuses functions, which cannot be sent there."""
         self._refuse_functions(request)
         await self._ask(Check(request))
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """As in `EngineClient`."""
+        """Asks a replica."""
         answer = await self._ask(Tokenize("", text, add_special, parse_special))
         assert isinstance(answer, Tokenized)
         pieces = {token.id: token for token in answer.pieces}
         return [pieces[token] for token in answer.ids]
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """As in `EngineClient`. Raises `InvalidRequest` with several replicas, because each has its own slots."""
+        """Asks the replica. Raises `InvalidRequest` with several replicas, because each has its own slots."""
         if self._status.n_wanted > 1:
             message = f"belongs to one of {self._status.n_wanted} replicas; saving slots requires a single replica"
             raise InvalidRequest("id_slot", message)

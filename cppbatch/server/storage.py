@@ -13,7 +13,7 @@ from platformdirs import user_data_path
 from cppbatch.errors import DiskFull, StorageError
 from cppbatch.jobs.batches.data_folder import open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
-from cppbatch.jobs.batches.store import BatchRecord
+from cppbatch.jobs.batches.records import BatchRecord
 from cppbatch.server.http.api_errors import NoStorage
 from cppbatch.server.observe.stats import BatchStats
 

@@ -32,7 +32,7 @@ class VideoSettings(NamedTuple):
 
     @property
     def ffmpeg(self) -> str | None:
-        """Its path; None: it is not installed."""
+        """The path of ffmpeg; None: it is not installed."""
         return shutil.which("ffmpeg", path=str(self.ffmpeg_dir) if self.ffmpeg_dir else None)
 
 

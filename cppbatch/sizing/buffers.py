@@ -70,8 +70,8 @@ def read_buffers(lines: Iterable[str]) -> list[Buffer]:
 
 
 def read_engine_buffers(lines: Sequence[str]) -> list[Buffer]:
-    """As `read_buffers`, of an engine that may have a draft model, which is loaded after its model and context, or
-    draft heads, each with a context that is made then."""
+    """Returns the buffers of an engine. A draft model is loaded after its model and context; a draft head's context is
+    made then."""
     loads, contexts = ([i for i, line in enumerate(lines) if form.search(line)] for form in (_LOADING, _CONTEXT))
     owner: Owner = "draft model" if len(loads) > 1 else "draft head"
     of_drafts = loads[1:2] if len(loads) > 1 else contexts[1:]

@@ -67,7 +67,7 @@ _MOST = 64  # devices that are remembered
 
 
 def _key(device: Device) -> str:
-    """Of an RPC worker without its port, which is another one at each start of a test or a tunnel."""
+    """The key of a device; for an RPC worker without its port, which changes at each start of a test or a tunnel."""
     return f"{device.name.partition(':')[0] if not device.description else device.description} {device.total}"
 
 
@@ -86,7 +86,7 @@ def _measure(task: _Task) -> dict[str, DeviceTimes] | None:
 
 def main() -> None:
     """Reads a `_Task` and prints the times of its devices by name, as JSON on the last line."""
-    from cppbatch.llama.ggml_graph import measure_products  # the parent does not load llama.cpp
+    from cppbatch.llama.device_speed import measure_products
     from cppbatch.sizing.estimate_child import connect, devices
 
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=_Task)

@@ -93,7 +93,7 @@ class Device(msgspec.Struct, frozen=True):
     name: str
     """llama.cpp's, of an RPC worker with its address."""
     description: str
-    """Of an RPC worker's: empty."""
+    """The driver's name of the GPU; empty for a device of an RPC worker."""
     free: int
     total: int
     buffer_types: tuple[str, ...] = ()

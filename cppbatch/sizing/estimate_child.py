@@ -40,7 +40,7 @@ from cppbatch.engine.speculation.runtimes import (
 from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, HeadContext, Model, RpcConnections
-from cppbatch.llama.sampler_chain import device_sampling
+from cppbatch.llama.backend_sampling import device_sampling
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import DraftFile

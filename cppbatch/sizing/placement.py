@@ -217,7 +217,7 @@ def _used(devices: Sequence[Device], whole: Footprint) -> list[Device]:
 
 
 def _is_gpu(device: Device) -> bool:
-    """Of this machine, not of an RPC worker."""
+    """Whether it is a GPU of this machine, not of an RPC worker."""
     return bool(device.description)
 
 
@@ -279,9 +279,9 @@ class _Model(NamedTuple):
     """What the layers of a model consist of."""
 
     rest: list[_Part]
-    """Of each layer: attention, states, norms, shared experts."""
+    """What is left of each layer: attention, states, norms, shared experts."""
     ffn: list[_Part]
-    """Of each layer: the experts; without any, the feed-forward part."""
+    """The experts of each layer; without any, the feed-forward part."""
     output: _Part
     has_experts: bool
     experts: int

@@ -71,8 +71,8 @@ def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, 
 
 
 def candidates_for(config: EngineConfig, given: Set[str]) -> list[EngineConfig]:
-    """As `size_candidates`, for the model of `config` on this machine. Only one candidate for engines that return
-    vectors, which keep no cells, and for an unreadable file, which loading will report."""
+    """Returns candidates for the model of `config` on this machine. Only one for engines that return vectors, which
+    keep no cells, and for an unreadable file, which loading will report."""
     if given >= SIZES or config.pooling:
         return [config]
     try:
@@ -210,7 +210,7 @@ def check_memory(config: EngineConfig, engines: Engines = lambda config: [config
 
 
 def check_planned(planned: Planned, engines: Engines = lambda config: [config]) -> None:
-    """As `check_memory`, for settings whose estimate is known."""
+    """Raises `ConfigError` if engines of this estimate need more memory than is free."""
     config, estimate = planned.config, planned.estimate
     if estimate is None:
         return

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cppbatch.cluster.rules import PrefixRouter, prompt_prefixes
+from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
 from cppbatch.engine.request import GenerationRequest
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench.explain import measure_bare_costs
+from cppbatch.bench.bare_costs import measure_bare_costs
 from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.runtime import load_runtime
 

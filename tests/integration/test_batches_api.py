@@ -25,7 +25,8 @@ from cppbatch.jobs import durable_files
 from cppbatch.jobs.batches import active_batch
 from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
-from cppbatch.jobs.durable_files import Database, DurableFile, Kind
+from cppbatch.jobs.database import Database, Kind
+from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.server import storage
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.storage import STORAGE

@@ -14,9 +14,8 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.engine.params import SAMPLERS
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.engine.sampling.sampler import Sampler
-from cppbatch.engine.sampling.sampling_plan import SamplingType, make_sampling_plan
+from cppbatch.engine.sampling_plan import Filters, SamplingType, make_sampling_plan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import BackendSampling, Model

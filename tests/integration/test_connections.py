@@ -17,13 +17,13 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.batches.store import File
-from cppbatch.server import run_server as listener_module
+from cppbatch.jobs.batches.records import File
+from cppbatch.server import listener as listener_module
+from cppbatch.server.address import Address, tls_context
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
 from cppbatch.server.http.connections import max_connections
-from cppbatch.server.run_server import Listener
-from cppbatch.server.settings import Address, tls_context
+from cppbatch.server.listener import Listener
 from cppbatch.server.storage import open_storage
 from tests.support.fixtures import engine_of
 from tests.support.listening import HeldEngine, Streams, connect, ended, head, listening, post_bytes, until

@@ -41,7 +41,7 @@ def formats(templates: dict[str, ChatTemplate]) -> dict[str, ChatFormat]:
 def rendered(chat: ChatFormat, turn: ChatTurn) -> tuple[str, list[Any] | None] | None:
     """The prompt and its parts; None: the template refuses the conversation."""
     try:
-        prepared = chat.prepare(turn)
+        prepared = chat.render(turn)
     except Exception:  # a template may fail in any way
         return None
     return prepared.prompt, prepared.parts
@@ -98,7 +98,7 @@ def test_control_tokens_in_messages_and_tools_are_plain_text_at_their_place(
 
 
 def chatml(**fields: Any) -> list[Any]:
-    parts = ChatFormat(template_of(None), control_tokens=any_of(MARKS)).prepare(ChatTurn(**fields)).parts
+    parts = ChatFormat(template_of(None), control_tokens=any_of(MARKS)).render(ChatTurn(**fields)).parts
     return [] if parts is None else [part.text for part in parts if isinstance(part, PlainText)]
 
 
@@ -114,7 +114,7 @@ def test_escape_sequences_in_arguments_hide_no_control_token() -> None:
 def test_the_assistants_own_marks_remain_in_its_earlier_messages() -> None:
     reasons = ChatFormat(template_of("<think>{{ messages[1].content }}{{ messages[0].content }}"), None, any_of(MARKS))
     messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": "<think>a</think>"}]
-    chat = reasons.prepare(ChatTurn([*messages, {"role": "user", "content": "b"}]))
+    chat = reasons.render(ChatTurn([*messages, {"role": "user", "content": "b"}]))
     assert chat.parts == ["<think><think>a</think>", PlainText("<think>")]
 
 

@@ -29,7 +29,7 @@ from cppbatch import (
     SamplingParams,
 )
 from cppbatch.cluster.engines.local import LocalEngine
-from cppbatch.engine.sampling import grammar_child, structured_output
+from cppbatch.engine.grammar import grammar_check, grammar_child, structured_output
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import EngineClosed
 from cppbatch.models.synthetic import IM_START
@@ -245,7 +245,7 @@ def test_a_slow_grammar_takes_the_time_of_others_once(
     monkeypatch.setattr(grammars._quick, "_timeout_s", 0.1)
     params = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_971})
     for is_first in (True, False):
-        with pytest.raises(structured_output.SlowGrammar):
+        with pytest.raises(grammar_check.SlowGrammar):
             grammars.constraint(params, patient=False)
         monkeypatch.setattr(grammars._quick, "definition", lambda *_: pytest.fail("tried again"))
         assert is_first or grammars.constraint(params)
@@ -383,7 +383,7 @@ def test_a_grammar_that_would_take_hours_to_read_is_given_up(
 
 
 def test_closing_does_not_wait_for_a_grammar_that_is_being_read() -> None:
-    checker = structured_output.GrammarChecker()
+    checker = grammar_check.GrammarChecker()
     checker.definition("guided_regex", "ready")
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(checker.definition, "json_schema", '{"type": "integer", "multipleOf": 99999989}')
@@ -412,7 +412,7 @@ async def test_closing_an_engine_on_a_thread_does_not_wait_for_a_grammar_that_is
 async def test_requests_do_not_wait_for_slow_grammars_of_others(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured_output, "_QUICK_S", 0.2)
+    monkeypatch.setattr(structured_output, "QUICK_S", 0.2)
     ended: list[str] = []
 
     async def answer(name: str, **fields: Any) -> GenerationEvent:
@@ -528,7 +528,7 @@ def test_a_grammar_is_compiled_once(
     compile_grammar = structured_output.GrammarCompiler._compile
 
     def counted(
-        compiler: structured_output.GrammarCompiler, field: str, text: str, checker: structured_output.GrammarChecker
+        compiler: structured_output.GrammarCompiler, field: str, text: str, checker: grammar_check.GrammarChecker
     ) -> object:
         compiled.append(text)
         return compile_grammar(compiler, field, text, checker)

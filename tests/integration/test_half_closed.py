@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from cppbatch import LocalEngine
+from cppbatch.server.address import tls_context
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
-from cppbatch.server.run_server import Listener
-from cppbatch.server.settings import tls_context
+from cppbatch.server.listener import Listener
 from cppbatch.server.storage import open_storage
 from tests.integration.test_connections import certificate
 from tests.support.fixtures import engine_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cppbatch.errors import InUse
-from cppbatch.jobs.journal import Ledger
+from cppbatch.jobs.ledger import Ledger
 from tests.support.job_results import ids_of, item, opened, result
 
 

@@ -18,14 +18,15 @@ import pytest
 
 from cppbatch import LocalEngine
 from cppbatch.cluster.engines.client import WorkerLive
-from cppbatch.server import run_server
+from cppbatch.server import listener as listener_module
 from cppbatch.server.api import live_endpoint
 from cppbatch.server.api.batches.handler import URLS
+from cppbatch.server.api.live_feed import LiveFeed
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.key_file import read_keys
 from cppbatch.server.auth.rules import Keys
+from cppbatch.server.listener import Listener
 from cppbatch.server.observe.live import LiveSnapshot
-from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.support.fixtures import engine_of
@@ -71,7 +72,7 @@ class CountedEngine(LocalEngine):
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_endpoint, "LiveFeed", partial(live_endpoint.LiveFeed, interval=INTERVAL_S))
+    monkeypatch.setattr(live_endpoint, "LiveFeed", partial(LiveFeed, interval=INTERVAL_S))
 
 
 engine = engine_of(CountedEngine, n_ctx=16384, n_parallel=17, kv_layout="unified")
@@ -255,7 +256,7 @@ async def test_events_limits_the_stream_and_a_wrong_number_is_refused(engine: Co
 async def test_shutdown_does_not_wait_for_open_pages_even_for_one_that_does_not_read(
     engine: CountedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_server, "_SHUTDOWN_SECONDS", 2 * SOON)
+    monkeypatch.setattr(listener_module, "_SHUTDOWN_SECONDS", 2 * SOON)
     async with serving(engine) as (listener, session):
         tasks = [start(session, listener.url, f"{SHARED}{i}") for i in range(8)]
         readers = [Reader(session, listener.url) for _ in range(3)]

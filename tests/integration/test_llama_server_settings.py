@@ -14,11 +14,12 @@ import pytest
 
 from cppbatch import LocalEngine
 from cppbatch.errors import ConfigError
+from cppbatch.server.address import Address
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys
+from cppbatch.server.listener import listen
 from cppbatch.server.observe.log_setup import set_up
-from cppbatch.server.run_server import listen
-from cppbatch.server.settings import Address, ServerSettings
+from cppbatch.server.settings import ServerSettings
 from tests.support.chat_families import TEMPLATES
 from tests.support.fixtures import engine_of
 from tests.support.http_client import Http, answered, http_of, http_to

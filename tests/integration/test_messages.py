@@ -25,7 +25,7 @@ from anthropic.types.shared import ErrorResponse
 from cppbatch.chat.output_parser import ArgumentsDelta, TextDelta, ToolCallStart
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.api.anthropic.messages import message_turn
+from cppbatch.server.api.anthropic.conversion import message_turn
 from cppbatch.server.api.anthropic.types import MessagesRequest
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits

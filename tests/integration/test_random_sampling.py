@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.engine.sampling.random_sampling import Filters
+from cppbatch.engine.sampling_plan import Filters
 from cppbatch.llama import SamplerChain
 from tests.support.distributions import DEFAULTS, assert_drawn_from, drawn, exact, keys, logits, softmax, tied
 from tests.support.randomised import cases

@@ -22,7 +22,7 @@ from openai.types.responses import (
 from cppbatch.chat.output_parser import TextDelta
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.conversion import response_turn
 from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits

@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, TextDelta, ToolCallStart
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.conversion import response_turn
 from cppbatch.server.api.responses.types import ResponsesRequest
 from tests.support.fixtures import chat_server
 from tests.support.scripted_chat import ENDS, ChatServer, ScriptedFormat

@@ -10,14 +10,14 @@ from click.testing import CliRunner
 
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError, LlamaError
-from cppbatch.llama import ggml_graph
-from cppbatch.llama.ggml_graph import measure_device
+from cppbatch.llama import device_speed
+from cppbatch.llama.device_speed import measure_device
 
 
 @pytest.fixture(autouse=True)
 def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml_graph, "_READ_BYTES", 16 << 20)
-    monkeypatch.setattr(ggml_graph, "_PRODUCT_SHAPE", (512, 512))
+    monkeypatch.setattr(device_speed, "_READ_BYTES", 16 << 20)
+    monkeypatch.setattr(device_speed, "_PRODUCT_SHAPE", (512, 512))
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_K"])

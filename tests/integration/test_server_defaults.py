@@ -14,10 +14,11 @@ from cppbatch import GenerationEvent, GenerationRequest, LocalEngine, SamplingPa
 from cppbatch.chat.template import find_template
 from cppbatch.errors import ConfigError, InvalidRequest, LlamaError
 from cppbatch.llama import apply_builtin_template, builtin_template_names
+from cppbatch.server.address import Address
 from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
-from cppbatch.server.run_server import listen
-from cppbatch.server.settings import Address, ServerSettings
+from cppbatch.server.listener import listen
+from cppbatch.server.settings import ServerSettings
 from tests.support.fixtures import engine_of
 from tests.support.http_client import Http, http_to
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cppbatch import BatchInferenceEngine
+from cppbatch.bench.energy import EnergySettings
 from cppbatch.bench.prompts import random_prompt
-from cppbatch.bench.resource_usage import EnergySettings
 from cppbatch.bench.throughput import REQUEST_KINDS, Sizes, bare_loop, engine_loop, measure_throughput
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
@@ -90,7 +90,7 @@ def test_a_row_has_its_speedup_its_memory_its_energy_and_its_price(tiny_llama: P
 def test_without_b_1_and_without_counters_the_report_marks_unknown_values(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("cppbatch.bench.resource_usage._POWERCAP", tmp_path)
+    monkeypatch.setattr("cppbatch.bench.energy._POWERCAP", tmp_path)
     install(monkeypatch, None)
     sizes = Sizes(batch_sizes=(2,), layouts=("unified",), flash_attns=("on",), prompt_tokens=4, new_tokens=2, repeats=1)
     report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)

@@ -20,7 +20,8 @@ async def main(address: str, model: str) -> None:
     async with RayEngine(EngineConfig(model_path=model), ServeReplicas("cppbatch")) as engine:
         params = SamplingParams(max_tokens=100_000, ignore_eos=True)
         streams = [
-            engine.submit(GenerationRequest(id=str(i), prompt="On and on", params=params, fit=True)) for i in range(8)
+            engine.submit(GenerationRequest(id=str(i), prompt="On and on", params=params, clamp_max_tokens=True))
+            for i in range(8)
         ]
         await asyncio.gather(*(anext(stream) for stream in streams))
         print("running", flush=True)

@@ -14,7 +14,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from cppbatch import GenerationRequest
-from cppbatch.cluster.rules import prompt_prefixes
+from cppbatch.cluster.prefix_router import prompt_prefixes
 from cppbatch.ray.replica.deployment import PrefixRequestRouter
 
 WORDS = "All of them begin with these words, which are worth reading only once. " * 40

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cppbatch.jobs.journal import Ledger
+from cppbatch.jobs.ledger import Ledger
 from tests.support.batch_files import is_same_text
 from tests.support.job_results import ids_of, lines_of
 from tests.support.server_process import COMMAND

@@ -37,7 +37,7 @@ def test_all_of_the_required_calls_name_a_tool_and_match_its_schema(engine: Batc
     assert form.tool_format.name == "generic"
     choice = ToolChoice(mode="required", parallel=False)
     turns = [
-        form.prepare(ChatTurn([{"role": "user", "content": wish}], tools=KINDS, choice=choice)) for wish in WISHES
+        form.render(ChatTurn([{"role": "user", "content": wish}], tools=KINDS, choice=choice)) for wish in WISHES
     ] * n_seeds
     drawn: dict[str, Any] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 200}
     params = [SamplingParams(seed=seed, **drawn, **its.params) for seed, its in enumerate(turns)]

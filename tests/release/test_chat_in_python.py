@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, LocalEngine, SamplingParams
-from cppbatch.engine.chats import ChatCompletion
+from cppbatch.engine.chat_results import ChatCompletion
 from tests.support.scripted_chat import ChatServer
 
 SETTINGS: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 4, "n_threads": 1, "spec": "off"}

@@ -249,7 +249,7 @@ async def test_a_request_that_a_worker_cannot_decode_is_refused_alone(tiny_llama
         asked = asyncio.create_task(together(engine, sixteen()[:4]))
         for refused, why in (
             (broken("salt", cache_salt="x" * 2000), "cache_salt: has 2,000 characters"),
-            (broken("type", fit="x"), "request: is invalid"),
+            (broken("type", clamp_max_tokens="x"), "request: is invalid"),
         ):
             with pytest.raises(InvalidRequest, match=why):
                 await together(engine, [refused])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench import quality
+from cppbatch.bench import compare_files
+from cppbatch.bench.quality import english_text
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.pull import choose_model, pull_default
 from cppbatch.models.requantize import EXACT, plan_type, requantize, suited_types
@@ -29,10 +30,10 @@ def suited_copy(suited_type: str, default_source: Path, tmp_path_factory: pytest
 def test_text_is_predicted_nearly_as_well(
     suited_copy: Path, default_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quality, "_SPEED_SECONDS", 0)
-    text = quality.english_text()
-    monkeypatch.setattr(quality, "english_text", lambda: text[: len(text) // 2])
-    source, copy = quality.compare_files(default_source, suited_copy).rows
+    monkeypatch.setattr(compare_files, "_SPEED_SECONDS", 0)
+    text = english_text()
+    monkeypatch.setattr(compare_files, "english_text", lambda: text[: len(text) // 2])
+    source, copy = compare_files.compare_files(default_source, suited_copy).rows
     assert copy["perplexity"] < 1.02 * source["perplexity"]
     assert copy["same_top_percent"] >= 94
     assert copy["kl_divergence"] < 0.02
@@ -51,7 +52,7 @@ def test_the_default_model_has_a_type_that_suits_this_cpu_and_is_chosen_again(
 def test_where_a_copy_is_chosen_batches_and_prompts_are_faster(
     suited_copy: Path, default_model: Path, default_source: Path
 ) -> None:
-    source, copy = quality.compare_files(default_source, suited_copy).rows
+    source, copy = compare_files.compare_files(default_source, suited_copy).rows
     if default_model != default_source:
         assert copy["decode_16"].median > 1.2 * source["decode_16"].median
         assert copy["prefill"].median > 1.4 * source["prefill"].median

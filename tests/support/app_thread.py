@@ -11,8 +11,8 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.engine.observe.metrics import EngineStats
-from cppbatch.server.run_server import listen
-from cppbatch.server.settings import Address
+from cppbatch.server.address import Address
+from cppbatch.server.listener import listen
 from tests.support.blocking_client import BlockingClient
 
 

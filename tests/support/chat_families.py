@@ -136,7 +136,7 @@ def turn(family: str, *, tools: list[Json] = TOOLS, mode: Any = "auto", **more: 
     messages = more.pop("messages", QUESTION)
     choice = ToolChoice(mode=mode, name=more.pop("name", None), parallel=more.pop("parallel", True))
     form = chat_format(family, more.pop("token_ids", None))
-    return form.prepare(ChatTurn(messages, tools=tools, choice=choice, variables=variables, **more))
+    return form.render(ChatTurn(messages, tools=tools, choice=choice, variables=variables, **more))
 
 
 def pieces(its: PreparedChat, parts: Iterable[str]) -> list[Delta]:

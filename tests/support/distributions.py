@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.sampling.random_sampling import Filters, random_sample
+from cppbatch.engine.sampling.random_sampling import random_sample
+from cppbatch.engine.sampling_plan import Filters
 
 Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

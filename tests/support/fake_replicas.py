@@ -12,7 +12,7 @@ from typing import Any
 
 from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
 from cppbatch.cluster.engines.output_collector import OutputCollector
-from cppbatch.cluster.rules import Prefix
+from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.config import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState, TokenPiece

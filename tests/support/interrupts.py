@@ -33,7 +33,7 @@ def interrupted_after(n_lines: int) -> Iterator[None]:
     def trace(frame: FrameType, what: str, _: object) -> TraceFunction | None:
         nonlocal left
         file = frame.f_code.co_filename
-        if "cppbatch/engine" not in file or file.endswith(("engine/engine.py", "turns.py")):
+        if "cppbatch/engine" not in file or file.endswith(("engine/request_engine.py", "turns.py")):
             return None  # turns defer Ctrl-C
         if what == "line":
             left -= 1

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from cppbatch.jobs.job_request import JobRequest, JobResponse, hash64
-from cppbatch.jobs.journal import Journal, Ledger, ResultLine, response_line
+from cppbatch.jobs.journal import Journal, ResultLine, response_line
+from cppbatch.jobs.ledger import Ledger
 
 
 def item(line: int, custom_id: str | None = None, prompt: str = "say") -> JobRequest:

@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine
-from cppbatch.server.run_server import Listener, listen
-from cppbatch.server.settings import Address
+from cppbatch.server.address import Address
+from cppbatch.server.listener import Listener, listen
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

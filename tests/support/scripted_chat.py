@@ -66,7 +66,7 @@ class ScriptedFormat:
         self.forms = ChatForms(tool_calls="NAME()", tools_described_by="template", thoughts=None)
         self.asked: Json = {}
 
-    def prepare(self, turn: ChatTurn) -> PreparedChat:
+    def render(self, turn: ChatTurn) -> PreparedChat:
         self.asked = msgspec.structs.asdict(turn)
         return PreparedChat(
             prompt=str(turn.messages),

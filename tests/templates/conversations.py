@@ -18,10 +18,10 @@ from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.api.anthropic.messages import message_turn
+from cppbatch.server.api.anthropic.conversion import message_turn
 from cppbatch.server.api.anthropic.types import MessagesRequest
 from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.conversion import response_turn
 from cppbatch.server.api.responses.types import ResponsesRequest
 from tests.templates.round_trip import TOOLS, AsTheyAre, Json
 
@@ -133,7 +133,7 @@ APIS = {"chat completions": through_chat, "responses": through_responses, "messa
 def prompt_of(template: ChatTemplate, messages: list[Json]) -> str:
     """Raises `InvalidRequest` if the template refuses it."""
     tools = TOOLS if any("tool_calls" in message for message in messages) else []
-    return ChatFormat(template).prepare(ChatTurn(messages, tools=tools, choice=ToolChoice())).prompt
+    return ChatFormat(template).render(ChatTurn(messages, tools=tools, choice=ToolChoice())).prompt
 
 
 def missing(prompt: str, messages: list[Json], *, thought: bool) -> list[str]:

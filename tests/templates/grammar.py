@@ -30,7 +30,7 @@ def sample_calls(files: Sequence[Path], n: int) -> bool:
             function = FUNCTIONS[seed % len(FUNCTIONS)]
             choice = ToolChoice(mode="required", name=function["function"]["name"], parallel=False)
             try:
-                its = form.prepare(ChatTurn([QUESTION], tools=FUNCTIONS, choice=choice))
+                its = form.render(ChatTurn([QUESTION], tools=FUNCTIONS, choice=choice))
             except InvalidRequest as error:
                 print(f"{file.stem}: {error}")
                 n_faults += 1
@@ -39,7 +39,7 @@ def sample_calls(files: Sequence[Path], n: int) -> bool:
             try:
                 text = random_text_of(vocabulary, its.params["grammar"], seed, longest=20_000, more_ends=ends)
                 assert check(its, text) == 1, text
-                its = form.prepare(ChatTurn([QUESTION], tools=[function], choice=ToolChoice(mode="auto")))
+                its = form.render(ChatTurn([QUESTION], tools=[function], choice=ToolChoice(mode="auto")))
                 if lazy := its.params.get("lazy_grammar"):
                     n_lazy += seed < 2
                     new = writer_of(vocabulary, lazy)

@@ -122,7 +122,7 @@ def compare_prompts(oracle: Path, files: Sequence[Path]) -> Iterator[tuple[str, 
         faults = []
         for i, ((messages, tools), answer) in enumerate(zip(talks, ask(oracle, lines), strict=True)):
             try:
-                prompt = form.prepare(ChatTurn(messages, tools=tools, choice=ToolChoice())).prompt
+                prompt = form.render(ChatTurn(messages, tools=tools, choice=ToolChoice())).prompt
             except InvalidRequest as error:
                 prompt = f"refused: {error}"
             theirs = answer.get("prompt", "")

@@ -81,7 +81,7 @@ def completion(form: ChatFormat, said: Said, tools: Sequence[Json] = TOOLS) -> t
     """
     template = form.template
     try:
-        asked = form.prepare(ChatTurn([QUESTION], tools=list(tools), choice=ToolChoice()))
+        asked = form.render(ChatTurn([QUESTION], tools=list(tools), choice=ToolChoice()))
         whole = template.render([QUESTION, said.message], tools=list(tools), add_generation_prompt=False)
         answered = [QUESTION, {"role": "assistant", "content": TEXT}]
         plain = template.render(answered, tools=list(tools), add_generation_prompt=False)

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cppbatch.engine.sampling import grammar_child
-from cppbatch.engine.sampling.structured_output import GrammarChecker
+from cppbatch.engine.grammar import grammar_child
+from cppbatch.engine.grammar.grammar_check import GrammarChecker
 from cppbatch.jobs.batches.store import BatchStore
-from cppbatch.server.settings import Address
+from cppbatch.server.address import Address
 
 _TOKENIZER = grammar_child.bytes_tokenizer()
 

@@ -6,7 +6,7 @@ import pytest
 
 from cppbatch.config import EngineConfig
 from cppbatch.models.attention_times import Attention, AttentionTimes, RequestSizes
-from cppbatch.sizing.attention import (
+from cppbatch.sizing.attention_choice import (
     CLEAR_GAIN,
     MAX_EXCESS_KL,
     AttentionChoice,

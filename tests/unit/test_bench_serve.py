@@ -9,8 +9,10 @@ from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
 
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
-from cppbatch.bench.load.compare_servers import Target, compare_servers, probe_server, run_closed_loop
-from cppbatch.bench.load.results import LoadIdeal, LoadReport
+from cppbatch.bench.load.compare_servers import compare_servers, run_closed_loop
+from cppbatch.bench.load.load_report import LoadReport
+from cppbatch.bench.load.results import LoadIdeal
+from cppbatch.bench.load.target import Target, probe_server
 from cppbatch.bench.load.workload import LoadRequest, LoadSettings, Workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.main import cli

@@ -316,7 +316,7 @@ def test_without_a_system_role_in_the_template_the_user_message_describes_the_to
         "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     form = ChatFormat(ChatTemplate(source, bos="", eos=""))
-    prompt = form.prepare(ChatTurn(TALK, tools=TOOLS, choice=ToolChoice())).prompt
+    prompt = form.render(ChatTurn(TALK, tools=TOOLS, choice=ToolChoice())).prompt
     assert prompt.startswith("user: You can call functions.")
     assert "\n\nAnd in Rome?\n" in prompt
-    assert form.prepare(ChatTurn(QUESTION, tools=TOOLS, choice=ToolChoice(mode="none"))).prompt == "user: What now?\n"
+    assert form.render(ChatTurn(QUESTION, tools=TOOLS, choice=ToolChoice(mode="none"))).prompt == "user: What now?\n"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cppbatch.chat.messages import ChatMessage, conversation_of, media_of
+from cppbatch.chat.media_parts import media_of
+from cppbatch.chat.messages import ChatMessage, conversation_of
 from cppbatch.cli.chat.backends import FULL, AnswerEnd, AnswerPart
 from cppbatch.cli.chat.session import COMMANDS, ChatSession, read_messages
 from cppbatch.engine.media.sources import local_media

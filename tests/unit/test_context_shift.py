@@ -78,7 +78,7 @@ def text(engine: BatchInferenceEngine, prompt: list[int], params: SamplingParams
 
 def test_without_context_shift_a_text_ends_where_the_context_is_full() -> None:
     engine = fake_engine(n_ctx=N_CTX, n_parallel=1)
-    assert len(text(engine, [1, 2, 3], endless(LONG), fit=True)) == N_CTX - 3
+    assert len(text(engine, [1, 2, 3], endless(LONG), clamp_max_tokens=True)) == N_CTX - 3
     with pytest.raises(InvalidRequest, match="max_tokens"):
         engine.add_request([1, 2, 3], endless(LONG))
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from cppbatch.errors import DiskFull, InUse, StorageError
-from cppbatch.jobs import durable_files
+from cppbatch.jobs import database
 from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
-from cppbatch.jobs.batches.store import BatchStore, File
+from cppbatch.jobs.batches.records import File
+from cppbatch.jobs.batches.store import BatchStore
 from cppbatch.jobs.durable_files import DurableFile, uncommitted_path
-from cppbatch.jobs.journal import Ledger
+from cppbatch.jobs.ledger import Ledger
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="modes, pipes and locks of POSIX")
 
@@ -123,7 +124,7 @@ async def test_the_reserve_is_used_once_and_taken_again(tmp_path: Path, monkeypa
 def test_a_folder_without_working_locks_is_not_said_to_be_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable_files, "_LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(database, "_LOCK_TIMEOUT_S", 0.1)
     data = open_data_folder(tmp_path)
     with pytest.raises(InUse, match="is in use by another cppbatch"):
         open_data_folder(tmp_path)

@@ -21,8 +21,10 @@ from cppbatch.errors import InputChanged, StorageError
 from cppbatch.jobs.batches.active_batch import ActiveBatch
 from cppbatch.jobs.batches.data_folder import DataFolder, _check_upload, open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
-from cppbatch.jobs.batches.store import Batch, BatchRecord, BatchStore, File, Page
-from cppbatch.jobs.journal import Journal, Ledger
+from cppbatch.jobs.batches.records import Batch, BatchRecord, File
+from cppbatch.jobs.batches.store import BatchStore, Page
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
 from tests.support.job_results import item, result
 from tests.unit.test_stored_formats import JOBS
 

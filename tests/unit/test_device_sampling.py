@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cppbatch import SamplingParams
-from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
+from cppbatch.engine.sampling_plan import make_sampling_plan
 from tests.support.fakes import FakeVocab
 
 FROM_CANDIDATES: list[dict[str, Any]] = [

@@ -20,9 +20,11 @@ import pytest
 
 from cppbatch.errors import ConfigError, InputChanged, LedgerLost, StorageError
 from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
-from cppbatch.jobs.batches.store import BatchStore, File
+from cppbatch.jobs.batches.records import File
+from cppbatch.jobs.batches.store import BatchStore
 from cppbatch.jobs.durable_files import uncommitted_path
-from cppbatch.jobs.journal import Journal, Ledger
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
 from tests.support.job_results import ids_of, item, opened, result
 
 FILE = File(id="file-a", bytes=3, created_at=1, filename="a", purpose="batch")

@@ -7,7 +7,7 @@ from time import sleep
 
 import pytest
 
-from cppbatch.bench.resource_usage import EnergySettings, energy_meter, tokens_per_kwh
+from cppbatch.bench.energy import EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.errors import ConfigError
 from tests.support.fake_nvml import FakeNvml, install
 
@@ -76,7 +76,7 @@ def test_counters_that_only_root_may_read_are_not_used(powercap: Path, monkeypat
     def refused(path: Path) -> int:
         raise PermissionError(path)
 
-    monkeypatch.setattr("cppbatch.bench.resource_usage._number", refused)
+    monkeypatch.setattr("cppbatch.bench.energy._number", refused)
     meter = energy_meter(EnergySettings(), on_gpu=False, powercap=powercap)
     assert not meter.works
     assert "readable only by root" in meter.source

@@ -6,7 +6,8 @@ import pytest
 from msgspec import UNSET
 
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from cppbatch.server.api.generate.generate_batch import BatchItem, GenerateBatchBuilder, RunningBatch
+from cppbatch.server.api.generate.batch_items import BatchItem
+from cppbatch.server.api.generate.generate_batch import GenerateBatchBuilder, RunningBatch
 
 
 async def _ignore(request_id: str) -> None:

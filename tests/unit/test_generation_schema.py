@@ -12,8 +12,9 @@ from llguidance import LLMatcher
 
 from cppbatch import SamplingParams
 from cppbatch.chat.lark_grammar import LarkGrammar
-from cppbatch.engine.sampling.grammar_child import bytes_tokenizer, check
-from cppbatch.engine.sampling.structured_output import GrammarChecker, GrammarCompiler
+from cppbatch.engine.grammar.grammar_check import GrammarChecker
+from cppbatch.engine.grammar.grammar_child import bytes_tokenizer, check
+from cppbatch.engine.grammar.structured_output import GrammarCompiler
 from cppbatch.errors import InvalidRequest
 from cppbatch.generation_schema import generation_schema, not_enforced, simplify
 from cppbatch.json_schema import compact_schema

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from cppbatch.engine.sampling.grammar_child import bytes_tokenizer, check
+from cppbatch.engine.grammar.grammar_child import bytes_tokenizer, check
 from cppbatch.json_schema import has_finite_instance
 from tests.support.randomised import randomised
 

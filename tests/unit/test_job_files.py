@@ -17,8 +17,8 @@ from cppbatch.jobs.input.files import are_prompts, find_inputs
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
-from cppbatch.jobs.job_runner import chunks
 from cppbatch.jobs.journal import response_line
+from cppbatch.jobs.request_order import chunks
 
 URLS = {"/v1/completions", "/v1/chat/completions"}
 

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from cppbatch.errors import StorageError
-from cppbatch.jobs.durable_files import IN_MEMORY, DurableFile
+from cppbatch.jobs.database import IN_MEMORY
+from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
-from cppbatch.jobs.journal import Journal, Ledger, rejection_line, response_line
+from cppbatch.jobs.journal import Journal, rejection_line, response_line
+from cppbatch.jobs.ledger import Ledger
 from tests.support.job_results import ids_of, item, lines_of, opened, result
 
 # --- continuing -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from cppbatch.cli.serve_command import serve
 from cppbatch.cli.server_options import server_options
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
-from cppbatch.server.settings import Address, ServerSettings
+from cppbatch.server.address import Address
+from cppbatch.server.settings import ServerSettings
 
 Json = dict[str, Any]
 

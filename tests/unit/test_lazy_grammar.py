@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.lark_grammar import MAX_TOOL_CALLS, LazyGrammar
+from cppbatch.engine.grammar.structured_output import Constraint, GrammarCompiler, GrammarMasks
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.structured_output import Constraint, GrammarCompiler, GrammarMasks
 from cppbatch.errors import InvalidRequest
 from tests.support.chat_families import PING, TEMPLATES, message, turn
 from tests.support.schemas import fault

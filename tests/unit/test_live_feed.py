@@ -13,7 +13,7 @@ import pytest
 from cppbatch.cluster.engines.client import Health, WorkerLive
 from cppbatch.cluster.engines.in_flight import LatestLive
 from cppbatch.engine.observe.live_state import LiveEngine
-from cppbatch.server.api.live_endpoint import LiveFeed
+from cppbatch.server.api.live_feed import LiveFeed
 from cppbatch.server.observe.live import LiveIntervals, LiveTimes
 from tests.support.fakes import fake_engine, greedy, run_steps
 from tests.support.listening import until

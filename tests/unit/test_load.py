@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch.bench.load.client import CompletionStream, RequestFailure, RequestOutcome, TargetServer
+from cppbatch.bench.load.client import RequestOutcome, TargetServer
 from cppbatch.bench.load.compare_servers import poisson_arrivals, run_open_loop
+from cppbatch.bench.load.completion_stream import CompletionStream, RequestFailure
 from cppbatch.bench.load.results import LoadIdeal, ServerRun, server_row
 from cppbatch.bench.load.workload import LoadRequest, Workload
-from cppbatch.bench.prompts import TEXT_WORKLOADS, Lengths
+from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.report import format_cell
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.engine.ideal import BareCosts
 from cppbatch.errors import ConfigError
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from cppbatch import Completion, SamplingParams
 from cppbatch.config import Sharing
 from cppbatch.engine.request import TokenLogprob, mean_logprob
-from cppbatch.engine.sampling.random_sampling import Filters, filter_logits
+from cppbatch.engine.sampling.random_sampling import filter_logits
 from cppbatch.engine.sampling.token_logprobs import PostSamplingLogprobs, RowLogprobs
+from cppbatch.engine.sampling_plan import Filters
 from cppbatch.llama import Batch
 from tests.support import fakes
 from tests.support.distributions import DEFAULTS, exact, logits

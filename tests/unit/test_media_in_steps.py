@@ -77,7 +77,7 @@ def test_only_where_another_thread_steps_a_request_waits_for_room(monkeypatch: p
     assert engine.prepare(request).n_prompt == 18
     core = EngineCore(engine.config, runtime=engine.core.runtime, prepares_beside_steps=True)
     with pytest.raises(RequestCancelled):
-        core.prepare(request, cancelled=lambda: True)
+        core.make_sequence(request, cancelled=lambda: True)
 
 
 @pytest.mark.parametrize("unified", [False, True])
@@ -248,7 +248,7 @@ def test_echo_is_the_text_of_the_prompt() -> None:
 
 def test_a_text_with_images_ends_when_the_context_is_full() -> None:
     engine = media_engine(n_ctx=32, n_parallel=1, context_shift=True)
-    result = engine.generate([PROMPT], greedy(100, ignore_eos=True), fit=True)[0]
+    result = engine.generate([PROMPT], greedy(100, ignore_eos=True), clamp_max_tokens=True)[0]
     assert result.finish_reason is FinishReason.LENGTH
     assert (result.usage.completion_tokens, result.usage.context_shifts) == (14, 0)
     text = engine.generate(["abc"], greedy(100, ignore_eos=True))[0]

@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
-from cppbatch.chat.messages import ChatMessage, MediaSource, Placeholders, conversation_of, media_of, with_media
+from cppbatch.chat.media_parts import MediaSource, Placeholders, media_of, with_media
+from cppbatch.chat.messages import ChatMessage, conversation_of
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.chats import ChatRequests
 from cppbatch.engine.media.sources import decode_media, file_part, local_media, source_of_data
 from cppbatch.engine.request import Media, MediaPrompt
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.api.anthropic import messages as message_conversion
+from cppbatch.server.api.anthropic import conversion as message_conversion
 from cppbatch.server.api.anthropic.types import CountTokensRequest
-from cppbatch.server.api.responses import create_response
+from cppbatch.server.api.responses import conversion as input_conversion
 from cppbatch.server.api.responses.types import ResponsesRequest
 from tests.support.chat_families import TEMPLATES
 from tests.support.conversations import TOOLS, template_of
@@ -49,7 +50,7 @@ def read(messages: list[Json]) -> list[Json]:
 
 def prepare(messages: list[Json], source: str | None = None, **options: Any) -> PreparedChat:
     chat = ChatFormat(template_of(source))
-    return chat.prepare(ChatTurn(local_media(read(messages)), **options))
+    return chat.render(ChatTurn(local_media(read(messages)), **options))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def test_anthropics_images_are_refused_by_their_name(source: Json, field: str) -
 
 
 def responses(items: list[Json]) -> list[Json]:
-    return local_media(create_response.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
+    return local_media(input_conversion.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
 
 
 def test_responses_accept_images_and_audio() -> None:

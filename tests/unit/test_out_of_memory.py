@@ -198,7 +198,7 @@ def test_a_text_that_is_as_long_as_the_context_cannot_continue() -> None:
 
         def resume(n: int) -> None:
             state = ResumeState(tokens=[5] * n, age=1.0, first_token_seconds=0.5)
-            core.prepare(GenerationRequest(id="a", prompt="abc", params=SamplingParams(max_tokens=-1)), state)
+            core.make_sequence(GenerationRequest(id="a", prompt="abc", params=SamplingParams(max_tokens=-1)), state)
 
         resume(most - 1)
         for more in (0, 1, 100):

@@ -24,17 +24,17 @@ def request(prediction: object) -> GenerationRequest:
 
 
 def test_a_text_is_tokenised_and_token_ids_are_taken_unchanged(processor: InputProcessor) -> None:
-    text = processor.prepare(request("abc")).prediction
+    text = processor.process(request("abc")).prediction
     assert text is not None
     assert text.tolist() == processor._vocab.tokenize("abc").tolist()
-    ids = processor.prepare(request([7, 5])).prediction
+    ids = processor.process(request([7, 5])).prediction
     assert ids is not None
     assert ids.tolist() == [7, 5]
 
 
 @pytest.mark.parametrize("nothing", [None, "", [], " "])
 def test_an_empty_prediction_is_ignored(processor: InputProcessor, nothing: object) -> None:
-    assert processor.prepare(request(nothing)).prediction is None
+    assert processor.process(request(nothing)).prediction is None
 
 
 @pytest.mark.parametrize("value", [5, 1.5, b"a", {"type": "content"}, Pair("a", "b")])
@@ -56,7 +56,7 @@ def test_unknown_ids_and_more_tokens_than_the_context_are_refused(
     processor: InputProcessor, value: object, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        processor.prepare(request(value))
+        processor.process(request(value))
 
 
 @pytest.mark.parametrize("entry", ["a", 1.5, -1])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cppbatch import GenerationRequest
-from cppbatch.cluster import rules
-from cppbatch.cluster.rules import Prefix, PrefixRouter, prompt_prefixes
+from cppbatch.cluster import prefix_router
+from cppbatch.cluster.prefix_router import Prefix, PrefixRouter, prompt_prefixes
 from cppbatch.engine.request import Pair, Prompt
 
 WORDS = "All of them begin with these words, which are worth reading only once. " * 40  # 2,880 characters
@@ -97,7 +97,7 @@ def test_prefixes_double_in_length_and_are_equal_as_long_as_the_prompts_are() ->
 
 
 def test_the_prefixes_kept_for_a_member_are_bounded(router: PrefixRouter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_MAX_PREFIXES", 100)
+    monkeypatch.setattr(prefix_router, "_MAX_PREFIXES", 100)
     for i in range(500):
         router.note(prefixes(f"{i} {WORDS}"), "a")
     assert len(router._prefixes["a"]) == len(router._holders) == 100

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from cppbatch.engine.sampling.random_sampling import NO_TOKEN, Filters, random_sample
+from cppbatch.engine.sampling.random_sampling import NO_TOKEN, random_sample
+from cppbatch.engine.sampling_plan import Filters
 from tests.support.distributions import (
     DEFAULTS,
     Row,

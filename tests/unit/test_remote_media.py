@@ -17,14 +17,15 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cppbatch.chat.messages import MediaKind, MediaSource
+from cppbatch.chat.media_parts import MediaKind, MediaSource
 from cppbatch.engine.media.sources import is_remote
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.http.hosts import MediaDomains
 from cppbatch.server.http.limits import Limits
-from cppbatch.server.media_loading import ByteBudget, MediaLoader, fetch, refuse_large
+from cppbatch.server.media_loading import MediaLoader, refuse_large
+from cppbatch.server.remote_media import ByteBudget, fetch
 from cppbatch.server.settings import ServerSettings
 from tests.support.fakes import fake_engine
 from tests.support.media_samples import RED, TONE, as_url

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
-from cppbatch.jobs.job_runner import chunks, estimate_sizes, order_requests
+from cppbatch.jobs.request_order import chunks, estimate_sizes, order_requests
 
 ALIKE = 256
 

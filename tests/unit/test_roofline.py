@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench.roofline import StepWork, border, read_step_work, roofline_row
-from cppbatch.llama.ggml_graph import DeviceSpeed
+from cppbatch.bench.roofline import border, roofline_row
+from cppbatch.bench.step_work import StepWork, read_step_work
+from cppbatch.llama.device_speed import DeviceSpeed
 from cppbatch.models.synthetic import LlamaShape, write_llama
 
 DENSE = StepWork(

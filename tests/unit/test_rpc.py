@@ -19,8 +19,9 @@ from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.main import main
 from cppbatch.cluster import rpc_server_process
 from cppbatch.cluster.deployment import Deployment
-from cppbatch.cluster.engines import supervisor
-from cppbatch.cluster.engines.supervisor import RpcWatch, RpcWorkerLost, Supervisor
+from cppbatch.cluster.engines import rpc_watch, supervisor
+from cppbatch.cluster.engines.rpc_watch import RpcWatch, RpcWorkerLost
+from cppbatch.cluster.engines.supervisor import Supervisor
 from cppbatch.cluster.link import Loaded
 from cppbatch.cluster.rpc_server_process import RestartPauses, RpcServerSetup, free_port
 from cppbatch.config import EngineConfig
@@ -353,7 +354,7 @@ async def test_a_lost_worker_is_waited_for_and_no_request_is_to_blame(monkeypatc
         if not is_there.is_set():
             raise RpcUnreachable(f"no RPC worker answers at {endpoint}")
 
-    monkeypatch.setattr(supervisor, "_until_lost", until_lost)
+    monkeypatch.setattr(rpc_watch, "_until_lost", until_lost)
     monkeypatch.setattr(supervisor, "check_worker", check)
     monkeypatch.setattr(supervisor, "WorkerHandle", Worker)
     monkeypatch.setattr(supervisor, "_RPC_PAUSE_S", 0.01)
@@ -385,7 +386,7 @@ async def test_an_abort_that_a_lost_worker_causes_blames_no_request(monkeypatch:
     Worker.loaded = Loaded(fake_engine().info, fake_engine().stats())
     monkeypatch.setattr(supervisor, "WorkerHandle", Worker)
     monkeypatch.setattr(supervisor, "check_worker", lambda endpoint: None)
-    monkeypatch.setattr(supervisor, "_until_lost", _lost_soon)
+    monkeypatch.setattr(rpc_watch, "_until_lost", _lost_soon)
     monkeypatch.setattr(Worker, "active", {1}, raising=False)
     listener = Listener()
     blamed: list[set[int]] = []

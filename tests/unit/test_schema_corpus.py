@@ -14,8 +14,8 @@ import pytest
 from llguidance import LLMatcher
 
 from cppbatch import SamplingParams
-from cppbatch.engine.sampling.grammar_child import bytes_tokenizer, check
-from cppbatch.engine.sampling.structured_output import GrammarCompiler
+from cppbatch.engine.grammar.grammar_child import bytes_tokenizer, check
+from cppbatch.engine.grammar.structured_output import GrammarCompiler
 from cppbatch.errors import InvalidRequest
 from cppbatch.generation_schema import generation_schema, simplify
 from cppbatch.json_schema import find, has_finite_instance

@@ -17,7 +17,8 @@ from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SAMPLERS, SamplingParams
 from cppbatch.errors import ConfigError, InvalidRequest
-from cppbatch.server.settings import Address, ServerSettings
+from cppbatch.server.address import Address
+from cppbatch.server.settings import ServerSettings
 
 Read = Callable[..., tuple[ServerSettings, Address]]
 

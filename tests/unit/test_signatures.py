@@ -25,7 +25,7 @@ with BatchInferenceEngine("model.gguf", n_ctx=4096, kv_layout="unified", lora=((
         print(completion.text.upper(), completion.usage.prompt_tokens)
     for event in engine.stream("a", cache_salt="b", lora={"a": 0.5, 0: 1}):
         print(event.text, event.finish_reason)
-    for result in engine.map([("a", SamplingParams()), "b"], ordered=True, fit=True):
+    for result in engine.map([("a", SamplingParams()), "b"], ordered=True, clamp_max_tokens=True):
         print(result.index, result.completion.error)
     print(engine.embed(["a", Pair("query", "document")], dimensions=8, priority=2).shape)
     answer = engine.chat("a", system="b", tools=[{"type": "function"}], priority=1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.bench.prompts import TEXT_WORKLOADS
 from cppbatch.bench.speculation_speedup import Answer, SpeedupSizes, Turn, WorkloadRun, run_prompts, speedup_figures
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.engine.request import RequestUsage
 from cppbatch.errors import ConfigError
 from tests.support.fakes import FakeProposer, fake_engine, greedy, know

@@ -14,15 +14,8 @@ import pytest
 from cppbatch.errors import Conflict, InvalidRequest, NotFound, StorageError
 from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
-from cppbatch.jobs.batches.store import (
-    Batch,
-    BatchRecord,
-    BatchStore,
-    File,
-    Page,
-    check_metadata,
-    completion_window_seconds,
-)
+from cppbatch.jobs.batches.records import Batch, BatchRecord, File, check_metadata, completion_window_seconds
+from cppbatch.jobs.batches.store import BatchStore, Page
 
 EVERY = Page(limit=100, newest_first=False)
 

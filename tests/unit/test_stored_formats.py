@@ -11,7 +11,8 @@ import pytest
 from cppbatch.jobs.batches.data_folder import open_data_folder
 from cppbatch.jobs.batches.store import BatchStore
 from cppbatch.jobs.job_request import RejectedLine
-from cppbatch.jobs.journal import Journal, Ledger
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
 from tests.support.job_results import ids_of, item, result
 
 FILE = (

@@ -12,12 +12,12 @@ from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.tools import ToolChoice, callable_tools
 from cppbatch.engine.params import GRAMMARS, SamplingParams
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.api.anthropic.messages import message_turn
+from cppbatch.server.api.anthropic.conversion import message_turn
 from cppbatch.server.api.anthropic.types import CountTokensRequest
 from cppbatch.server.api.generate.generate_endpoint import GenerateRequest
 from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.api.openai.completions import CompletionRequest
-from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.conversion import response_turn
 from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.typed_json import convert
@@ -183,7 +183,7 @@ FAMILIES: dict[str, tuple[ChatTurn, str]] = {
 @pytest.mark.parametrize(("turn", "field"), FAMILIES.values(), ids=FAMILIES)
 def test_a_schema_that_nothing_matches_is_refused_under_the_clients_name(turn: ChatTurn, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused, turn.client_names():
-        chat_format("hermes").prepare(turn)
+        chat_format("hermes").render(turn)
     assert refused.value.field == field
 
 

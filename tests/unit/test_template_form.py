@@ -94,7 +94,7 @@ def form_of(source: str) -> ChatFormat:
 
 def read(name: str, written: str) -> Any:
     """The message that a model of one of these templates writes after the prompt, with the tools at hand."""
-    its = ChatFormat(ChatTemplate(WRITTEN[name], bos="", eos="")).prepare(
+    its = ChatFormat(ChatTemplate(WRITTEN[name], bos="", eos="")).render(
         ChatTurn(QUESTION, tools=TOOLS, choice=ToolChoice())
     )
     return message(its, [written])
@@ -119,7 +119,7 @@ def test_a_template_without_calls_gets_a_default_form_and_one_without_tools_its_
     assert (none.forms.tools_described_by, none.tool_format.name) == ("message", "generic")
     own = form_of(talk(each(f"<call>{JSON}</call>")).replace("{{ tools | tojson if tools }}", ""))
     assert own.forms.tools_described_by == "message"
-    asked = own.prepare(ChatTurn([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto()))
+    asked = own.render(ChatTurn([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto()))
     assert '<call>{"name": "the function\'s name"' in asked.prompt
     assert message(asked, ['<call>{"name": "ping", "arguments": {}}</call>']).calls[0].name == "ping"
 
@@ -134,13 +134,13 @@ def test_forms_are_shown_with_placeholders() -> None:
 def test_a_strict_function_is_enforced_with_tool_choice_auto() -> None:
     form, asked = form_of(WRITTEN["JSON between tags"]), [{"role": "user", "content": "Hi."}]
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    assert "grammar" in form.prepare(ChatTurn(asked, tools=strict, choice=_auto())).params
-    assert "grammar" not in form.prepare(ChatTurn(asked, tools=TOOLS, choice=_auto())).params
+    assert "grammar" in form.render(ChatTurn(asked, tools=strict, choice=_auto())).params
+    assert "grammar" not in form.render(ChatTurn(asked, tools=TOOLS, choice=_auto())).params
 
 
 def test_a_thought_between_two_calls_is_a_thought() -> None:
     form = form_of(WRITTEN["JSON between tags"])
-    asked = form.prepare(ChatTurn([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto()))
+    asked = form.render(ChatTurn([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto()))
     call = '<call>{"name": "ping", "arguments": {}}</call>'
     written = f"<think>One.</think>{call}\n<think>Two.</think>\n{call}"
     for parts in ([written], list(written)):

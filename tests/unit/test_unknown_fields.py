@@ -15,7 +15,8 @@ from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.api.openai.completions import CompletionRequest
 from cppbatch.server.api.pooling import EmbeddingRequest
 from cppbatch.server.api.responses.types import ResponsesRequest
-from cppbatch.server.fields.parse import format_names, known_fields, read_body, refuse_unknown
+from cppbatch.server.fields.parse import read_body
+from cppbatch.server.fields.unknown import format_names, known_fields, refuse_unknown
 
 KINDS = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, GenerateRequest,

@@ -125,7 +125,7 @@ def test_an_admission_is_reported_before_the_prompt_is_computed() -> None:
 
     loop = StepLoop(send)
     core = EngineCore(used.config, runtime=used.core.runtime, on_admitted=loop.output_thread.put)
-    core.add(core.prepare(GenerationRequest(id="a", prompt=PROMPT, params=greedy(1), usage_events="prefill")))
+    core.add(core.make_sequence(GenerationRequest(id="a", prompt=PROMPT, params=greedy(1), usage_events="prefill")))
     loop.run(core)
     assert prefilled(events)[0] == 0
     assert events[-1].finish_reason is FinishReason.LENGTH

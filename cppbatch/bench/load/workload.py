@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cppbatch.bench.prompts import TEXT_WORKLOADS, Lengths, random_text
+from cppbatch.bench.prompts import Lengths, random_text
+from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.errors import ConfigError
 
 Kind = Literal["mixed", "fixed", "shared-prefix", "fan-out", "quote", "json", "code", "job", "free"]

@@ -1,4 +1,4 @@
-"""Runs the same requests under each strategy, in turns, on one context, and reports the comparison."""
+"""Runs the same requests under each strategy, alternately, on one context, and reports the comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from cppbatch.bench.explain import measure_bare_costs
+from cppbatch.bench.bare_costs import measure_bare_costs
 from cppbatch.bench.prompts import Lengths, check_can_run, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.bench.resource_usage import ResourceUsage

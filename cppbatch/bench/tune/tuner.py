@@ -385,7 +385,7 @@ class Speed(msgspec.Struct, frozen=True):
 
     n_parallel: int
     tokens_per_s: float
-    """Of all sequences together."""
+    """The sum over all sequences."""
     inter_token_ms: float
     """Median time between consecutive tokens of a sequence."""
 

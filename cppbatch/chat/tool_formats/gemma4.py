@@ -8,12 +8,11 @@ from typing import Any
 
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-from cppbatch.chat.scanning import (
-    MarkerFinder,
+from cppbatch.chat.scanning import MarkerFinder, dump_json
+from cppbatch.chat.schema_types import (
     UnsupportedSchema,
     array_items,
     coerce_to_json,
-    dump_json,
     enum_values,
     json_types,
     object_members,
@@ -43,11 +42,11 @@ class Gemma4Format(ToolCallFormat):
     start_markers = (_BEFORE,)
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.tool_parser`."""
+        """Returns a parser of calls in Gemma 4's notation."""
         return _Gemma4ToolParser(calls)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """As `ToolCallFormat.calls_grammar`."""
+        """Returns the grammar of calls in Gemma 4's notation."""
         calls = []
         for name, schema in lark.each(tools):
             try:
@@ -124,14 +123,14 @@ class _Gemma4ToolParser:
         self._rest: str | None = None
 
     def push(self, text: str) -> str | None:
-        """As `ToolParser.push`."""
+        """Reads as many parts of the call as are complete."""
         self._unread += text
         while self._rest is None and self._step():
             pass
         return self._rest
 
     def close(self) -> None:
-        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
+        """Leaves an incomplete call as it was emitted."""
 
     def _take(self, n: int) -> str:
         taken, self._unread = self._unread[:n], self._unread[n:]

@@ -41,11 +41,11 @@ class GenericFormat(ToolCallFormat):
     template_has_tools = False
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.tool_parser`."""
+        """Returns a parser of a JSON object with a list of calls."""
         return GenericToolParser(calls)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """As `ToolCallFormat.calls_grammar`."""
+        """Returns the grammar of a JSON object with a list of calls."""
         calls = lark.repeat(lark.rule(json_calls_grammar(lark, tools)), ", ", several=several)
         return f"{lark.literal(_BEFORE)} {calls} {lark.literal(_AFTER)}"
 
@@ -61,7 +61,7 @@ class GenericToolParser:
         self._step: Callable[[], bool] = self._fence
 
     def push(self, text: str) -> str | None:
-        """As `ToolParser.push`."""
+        """Returns the text after the calls and their code fence."""
         self._unread += text
         while self._unread:
             if self._step == self._after and not self._closings:
@@ -71,7 +71,7 @@ class GenericToolParser:
         return "" if self._step == self._after and not self._closings else None
 
     def close(self) -> None:
-        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
+        """Leaves an incomplete call as it was emitted."""
 
     def _fence(self) -> bool:
         if self._unread.startswith("`"):

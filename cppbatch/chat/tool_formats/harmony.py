@@ -39,14 +39,14 @@ class HarmonyFormat(ToolCallFormat):
         state: ReasoningState,
         dropped: tuple[str, ...] = (),
     ) -> OutputParser:
-        """As `ToolCallFormat.output_parser`. The parser first reads the part of the message in the prompt."""
+        """Returns a parser that has read the part of the message in the prompt."""
         parser = _HarmonyParser(tools, self.new_call_id)
         _, found, prefill = prompt.rpartition(_ASSISTANT)
         parser.push(prefill if found else "")
         return parser
 
     def thinking_budget(self, n_tokens: int, prompt: str, *, has_tools: bool) -> ThinkingBudget | None:
-        """As `ToolCallFormat.thinking_budget`. With tools the model chooses the channel after the reasoning."""
+        """Limits the analysis channel. With tools the model chooses the channel after the reasoning."""
         start, end = f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>"
         _, is_open, inside = prompt.rpartition(_ASSISTANT)[2].rpartition(start)
         return ThinkingBudget(
@@ -59,7 +59,7 @@ class HarmonyFormat(ToolCallFormat):
         )
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """As `ToolCallFormat.calls_grammar`."""
+        """Returns the grammar of calls on the commentary channel."""
         calls = []
         for name, schema in lark.each(tools):
             before = lark.literal(f" to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}")
@@ -68,7 +68,7 @@ class HarmonyFormat(ToolCallFormat):
         return f"{self._reasoning_grammar(lark)} {lark.one_of(calls)}"
 
     def answer_grammar(self, lark: LarkGrammar, answer: str) -> str:
-        """As `ToolCallFormat.answer_grammar`."""
+        """Returns the grammar of reasoning and an answer on the final channel."""
         return f"{self._reasoning_grammar(lark)} {lark.literal(f'{_CHANNEL}final{_MESSAGE}')} {answer}"
 
     def _reasoning_grammar(self, lark: LarkGrammar) -> str:
@@ -95,7 +95,7 @@ class _HarmonyParser:
         self._step: Callable[[], bool] = self._first
 
     def push(self, text: str) -> list[Delta]:
-        """As `OutputParser.push`."""
+        """Returns the deltas of the complete parts of channels."""
         self._unread += text
         while self._unread and self._step():
             pass
@@ -103,7 +103,7 @@ class _HarmonyParser:
         return taken
 
     def close(self) -> list[Delta]:
-        """As `OutputParser.close`."""
+        """Ends the open channel and returns the remaining deltas."""
         left, self._unread = self._unread, ""
         if self._step != self._in_header:
             self._emit(next((left.removesuffix(end) for end in _ENDS if left.endswith(end)), left))

@@ -39,7 +39,7 @@ class JsonCallParser:
         self._step: Callable[[], bool] = self._open
 
     def push(self, text: str) -> str | None:
-        """As `ToolParser.push`."""
+        """Returns the text after the JSON object once it has ended."""
         self._unread += text
         try:
             while not self._ended and self._step():
@@ -214,7 +214,7 @@ class JsonCallsParser:
         self._in_list = False
 
     def push(self, text: str) -> str | None:
-        """As `ToolParser.push`."""
+        """Returns the text after the calls once they have ended."""
         self._unread += text
         while True:
             if self._object is None:
@@ -230,7 +230,7 @@ class JsonCallsParser:
                 self._object = None
 
     def close(self) -> None:
-        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
+        """Leaves an incomplete call as it was emitted."""
 
     def _between_objects(self) -> str | None:
         """Skips brackets and separators. Returns the text after the block if the block has ended."""
@@ -292,11 +292,11 @@ class Llama3Format(ToolCallFormat):
         self.example = f'{{"name": "NAME", "{arguments_key}": {{"KEY": "VALUE"}}}}'
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.tool_parser`."""
+        """Returns a parser of JSON calls, or of a built-in tool after its tag."""
         return _PythonTagParser(calls) if start == _TAG else JsonCallsParser(calls, known_only=True)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """As `ToolCallFormat.calls_grammar`."""
+        """Returns the grammar of JSON calls, separated by semicolons."""
         return lark.repeat(lark.rule(json_calls_grammar(lark, tools, key=self._arguments_key)), "; ", several=several)
 
 
@@ -309,7 +309,7 @@ class _PythonTagParser:
         self._json: JsonCallsParser | None = None
 
     def push(self, text: str) -> str | None:
-        """As `ToolParser.push`."""
+        """Reads JSON calls; keeps other text until the end."""
         self._unread += text
         if self._json is None and self._unread.lstrip()[:1] in ("{", "["):
             self._json = JsonCallsParser(self._calls, known_only=True)
@@ -319,7 +319,7 @@ class _PythonTagParser:
         return self._json.push(text)
 
     def close(self) -> None:
-        """As `ToolParser.close`. A call of a built-in tool is complete only here."""
+        """Completes the call of a built-in tool."""
         if self._json:
             return
         found = _CALL.fullmatch(self._unread)

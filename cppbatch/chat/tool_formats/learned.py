@@ -9,13 +9,10 @@ from typing import Any
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, OutputParser, ToolCallEmitter, ToolParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
-from cppbatch.chat.scanning import (
-    InvalidJson,
-    JsonValueScanner,
-    MarkerFinder,
+from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, MarkerFinder, dump_json
+from cppbatch.chat.schema_types import (
     UnsupportedSchema,
     coerce_to_json,
-    dump_json,
     enum_values,
     json_type_of,
     json_types,
@@ -70,18 +67,18 @@ class LearnedFormat(ToolCallFormat):
         state: ReasoningState,
         dropped: tuple[str, ...] = (),
     ) -> OutputParser:
-        """As `ToolCallFormat.output_parser`."""
+        """Returns a parser that has read a separator at the end of the prompt."""
         parser = super().output_parser(prompt, tools, tags, state, dropped)
         if self.form.prompted and prompt.endswith(self.form.separator):
             parser.push(self.form.separator)
         return parser
 
     def new_call_id(self) -> str:
-        """As `ToolCallFormat.new_call_id`."""
+        """Returns a short id if the template requires it."""
         return random_alphanumerics(_SHORT_ID) if self.form.short_ids else super().new_call_id()
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.tool_parser`."""
+        """Returns a parser of the learned form."""
         if self.form.is_json:
             in_list = self._outer[0].endswith("[")  # a marker that is not a tag includes the bracket
             end = self._outer[1]
@@ -93,7 +90,7 @@ class LearnedFormat(ToolCallFormat):
         return _Parser(self.form, calls, inner=self._inner, end=self._outer[1], opened=opened)
 
     def write_calls(self, calls: list[dict[str, Any]]) -> str:
-        """As `ToolCallFormat.write_calls`."""
+        """Writes calls in the learned form."""
         written = [self._write_call(call, i) for i, call in enumerate(calls)]
         return self.form.begin + self.form.separator.join(written) + self.form.end
 
@@ -119,7 +116,7 @@ class LearnedFormat(ToolCallFormat):
     # --- the grammar --------------------------------------------------------------------------------------------------
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """As `ToolCallFormat.calls_grammar`."""
+        """Returns the grammar of calls in the learned form."""
         form = self.form
         calls = lark.one_of([self._call_grammar(lark, name, schema) for name, schema in lark.each(tools)])
         repeated = lark.repeat(lark.rule(calls), form.separator, several=several)
@@ -234,7 +231,7 @@ class _Parser:
         self._rest: str | None = None
 
     def push(self, text: str) -> str | None:
-        """As `ToolParser.push`."""
+        """Returns the text after the calls once they have ended."""
         if self._json:
             return self._json.push(text)
         self._unread += text
@@ -245,7 +242,7 @@ class _Parser:
         return self._rest
 
     def close(self) -> None:
-        """As `ToolParser.close`. An incomplete call stays as it was emitted."""
+        """Leaves an incomplete call as it was emitted."""
 
     def _read_json(self) -> bool:
         """Instead of a call, a model may write `{"name": ..., "arguments": ...}`."""

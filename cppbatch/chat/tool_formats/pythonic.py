@@ -10,16 +10,8 @@ from typing import Any
 
 from cppbatch.chat.lark_grammar import LarkGrammar, input_grammar
 from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-from cppbatch.chat.scanning import (
-    InvalidJson,
-    JsonValueScanner,
-    MarkerFinder,
-    UnsupportedSchema,
-    dump_json,
-    object_members,
-    parse_json,
-    standalone_schema,
-)
+from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, MarkerFinder, dump_json, parse_json
+from cppbatch.chat.schema_types import UnsupportedSchema, object_members, standalone_schema
 from cppbatch.chat.tool_formats.tool_format import FUNCTION_NAME, ToolCallFormat, call_arguments
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -47,11 +39,11 @@ class PythonicFormat(ToolCallFormat):
     writes_calls = True
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """As `ToolCallFormat.tool_parser`."""
+        """Returns a parser of calls as Python writes them."""
         return _PythonicParser(calls)
 
     def write_calls(self, calls: list[dict[str, Any]]) -> str:
-        """As `ToolCallFormat.write_calls`."""
+        """Writes a list of Python calls with JSON arguments."""
         written = []
         for call in calls:
             arguments = ", ".join(f"{key}={dump_json(value)}" for key, value in call_arguments(call).items())
@@ -59,7 +51,7 @@ class PythonicFormat(ToolCallFormat):
         return f"{START}[{', '.join(written)}]{END}"
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """As `ToolCallFormat.calls_grammar`. Arguments that cannot be enforced one by one are `**{...}`."""
+        """Returns the grammar of Python calls. Arguments that cannot be enforced one by one are `**{...}`."""
         calls = [self._call_grammar(lark, name, schema) for name, schema in lark.each(tools)]
         repeated = lark.repeat(lark.rule(lark.one_of(calls)), ", ", several=several)
         return f"{lark.literal(START + '[')} {repeated} {lark.literal(']' + END)}"
@@ -94,7 +86,7 @@ class _PythonicParser:
         self._marks = MarkerFinder([START, END])
 
     def push(self, text: str) -> str | None:
-        """As `ToolParser.push`."""
+        """Emits the calls at the end marker."""
         before, marker, rest = self._marks.split(self._unread + text)
         self._text, self._unread = self._text + before, rest
         if marker is None:
@@ -105,7 +97,7 @@ class _PythonicParser:
         return rest
 
     def close(self) -> None:
-        """As `ToolParser.close`. The end marker may be missing."""
+        """Emits the calls; the end marker may be missing."""
         text = self._text + self._unread
         self._emit(text, text)
 

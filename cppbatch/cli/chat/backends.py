@@ -118,7 +118,7 @@ class EngineBackend:
         """See `ChatBackend`."""
         try:
             wanted = sampling_params({"max_tokens": UNLIMITED} | params)  # the session has its own limit
-            with self._engine.chat_stream(messages, wanted, fit=True, **self._options) as stream:
+            with self._engine.chat_stream(messages, wanted, clamp_max_tokens=True, **self._options) as stream:
                 for event in stream:
                     end = None
                     if done := event.completion:

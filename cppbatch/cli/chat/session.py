@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cppbatch.chat.messages import ChatMessage, MediaKind, conversation_of
+from cppbatch.chat.media_parts import MediaKind
+from cppbatch.chat.messages import ChatMessage, conversation_of
 from cppbatch.chat.template import NO_TEMPLATE
 from cppbatch.cli.chat.backends import FULL, AnswerEnd, ChatBackend
 from cppbatch.engine.media.sources import file_part
@@ -263,7 +264,7 @@ class _Answer:
         return {"role": "assistant", "content": self.text, **reasoning}
 
     def summary(self, *, stopped: bool) -> str:
-        """Its length and speed."""
+        """The length and speed of the answer."""
         n = self.n_tokens if not self.end or self.end.n_tokens is None else self.end.n_tokens
         parts = [f"{n:,} token{'s' if n != 1 else ''}"]
         if self._first is not None:

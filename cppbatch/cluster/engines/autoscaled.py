@@ -65,7 +65,7 @@ class AutoscaledGroup(EngineGroup):
 
     @property
     def max_parallel(self) -> int:
-        """As in `EngineClient`."""
+        """Maximum requests computed at the same time with the maximum number of workers."""
         return self.config.n_parallel * self._rule.max_workers
 
     def scaling(self) -> ScalingState:

@@ -19,16 +19,8 @@ from cppbatch.chat.output_parser import openai_message
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.template_program import NeedsChild, quick_only
 from cppbatch.config import EngineConfig
-from cppbatch.engine.chats import (
-    ChatCompletion,
-    ChatEvent,
-    ChatFormats,
-    ChatOptions,
-    ChatReader,
-    ChatRequests,
-    Conversation,
-    Json,
-)
+from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader
+from cppbatch.engine.chats import ChatFormats, ChatOptions, ChatRequests, Conversation, Json
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.live_state import LiveEngine
@@ -170,7 +162,7 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def events(self) -> dict[str, int]:
-        """As shown by `GET /metrics`."""
+        """The changes by direction, for `GET /metrics`."""
         return {"up": self.scale_ups, "down": self.scale_downs}
 
 
@@ -178,7 +170,7 @@ class EngineClient(ABC):
     """An engine for asyncio code. `async with client:` waits until the model is loaded, and closes it at the end."""
 
     config: EngineConfig
-    """Its settings; with several workers, those of one worker."""
+    """The engine's settings; with several workers, those of one worker."""
 
     @abstractmethod
     async def loaded(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.cluster.rules import PrefixRouter, prompt_prefixes
+from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats, add_up
@@ -30,7 +30,7 @@ class EngineGroup(EngineClient):
 
     @property
     def max_parallel(self) -> int:
-        """As in `EngineClient`."""
+        """Maximum requests computed at the same time by all workers."""
         return self.config.n_parallel * len(self._engines)
 
     @property
@@ -57,17 +57,17 @@ class EngineGroup(EngineClient):
         return troubled
 
     async def check(self, request: GenerationRequest) -> None:
-        """As in `EngineClient`."""
+        """Asks the least loaded worker."""
         await self._least_loaded().check(request)
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """As in `EngineClient`."""
+        """Asks the least loaded worker."""
         return await self._least_loaded().tokenize(text, add_special=add_special, parse_special=parse_special)
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """As in `EngineClient`. Each worker has `n_parallel` slots."""
+        """Asks the worker of the slot: each has `n_parallel` slots."""
         return await self._of_slot(slot).slot_action(action, slot, path)
 
     def _of_slot(self, slot: int) -> EngineProcess:
@@ -120,7 +120,7 @@ class EngineGroup(EngineClient):
             await engine.cancel(request_id)
 
     async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
-        """As in `EngineProcess`."""
+        """Tells the worker that has the request."""
         for engine in self._all_engines():
             if await engine.update_request(request_id, tokens):
                 return True
@@ -141,12 +141,12 @@ class EngineGroup(EngineClient):
         return [state for states in each for state in states]
 
     def sleep_after(self, seconds: float | None) -> bool:
-        """As in `EngineClient`."""
+        """Tells all workers."""
         return all(engine.sleep_after(seconds) for engine in self._all_engines())
 
     @property
     def seconds_left(self) -> float | None:
-        """As in `EngineClient`."""
+        """The longest time of a worker; None if one never stops, or all have stopped."""
         each = [engine.seconds_left for engine in self._all_engines() if engine.health().status != "sleeping"]
         known = [seconds for seconds in each if seconds is not None]
         return max(known) if known and len(known) == len(each) else None

@@ -22,12 +22,12 @@ from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
+from cppbatch.engine.grammar.grammar_check import SlowGrammar
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.runtime import Runtime
-from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine_settings import EngineSettings, engine_config
@@ -96,12 +96,12 @@ class LocalEngine(EngineClient):
 
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest` for a request that `submit` would refuse."""
-        await self._prepare(request)
+        await self._make_sequence(request)
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """As in `EngineClient`."""
+        """Tokenises, or looks up token ids, on an input thread."""
         tokens = partial(self._ready().inputs.tokens, text, add_special=add_special, parse_special=parse_special)
         return await self._run_cancellable(self._thread.input_threads.for_text(text), tokens)
 
@@ -113,7 +113,7 @@ class LocalEngine(EngineClient):
         return await self._between_steps(lambda: engine.update(request.number, tokens))
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """As in `EngineClient`."""
+        """Saves, restores or erases the slot between two steps."""
         try:
             return await self._slot_action(action, slot, path)
         finally:
@@ -159,7 +159,7 @@ class LocalEngine(EngineClient):
         in_engine = False
         try:
             try:
-                sequence = await self._prepare(replace_fields(request, id=submitted.number))
+                sequence = await self._make_sequence(replace_fields(request, id=submitted.number))
             except EngineClosed:  # closed meanwhile
                 submitted.cancelled = True
             if submitted.cancelled:
@@ -177,16 +177,16 @@ class LocalEngine(EngineClient):
             if in_engine and not submitted.outputs.finished:
                 thread.step_loop.post(lambda engine: engine.cancel(submitted.number))
 
-    async def _prepare(self, request: GenerationRequest) -> Seq:
+    async def _make_sequence(self, request: GenerationRequest) -> Seq:
         engine, threads = self._ready(), self._thread.input_threads
-        prepare = partial(engine.prepare, request, arrived_at=perf_counter())
+        make = partial(engine.make_sequence, request, arrived_at=perf_counter())
         try:
-            return await self._run_cancellable(threads.for_request(engine, request), partial(prepare, patient=False))
+            return await self._run_cancellable(threads.for_request(engine, request), partial(make, patient=False))
         except SlowGrammar:
-            return await self._run_cancellable(threads.for_slow_grammars(), prepare)
+            return await self._run_cancellable(threads.for_slow_grammars(), make)
 
     async def _run_cancellable(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
-        """As `_run_on`; `work` gets the argument `cancelled`, which returns True when the caller has left."""
+        """Runs `work` on one of these threads. Its argument `cancelled` returns True when the caller has left."""
         cancelled = threading.Event()
         try:
             return await self._run_on(threads, partial(work, cancelled=cancelled.is_set))
@@ -282,7 +282,7 @@ class _EngineThread:
         self.requests: dict[str, _LocalRequest] = {}
         """By number."""
         self.waiters: set[asyncio.Future[Any]] = set()
-        """Of `_between_steps`."""
+        """The futures that `_between_steps` awaits."""
         self.live = LatestLive()
         self.input_threads = InputThreads()
         # A daemon, so that a second Ctrl-C does not wait for a model that is still loading.
@@ -303,7 +303,7 @@ class _EngineThread:
         self.step_loop.stop()
 
     def close(self) -> None:
-        """As `stop`, and waits."""
+        """Stops the thread, and waits for its end."""
         if not self._process.is_fork:
             self.stop()
             self._thread.join()

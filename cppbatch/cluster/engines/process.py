@@ -166,13 +166,13 @@ class EngineProcess(EngineClient):
     # --- requests -----------------------------------------------------------------------------------------------
 
     async def check(self, request: GenerationRequest) -> None:
-        """As in `EngineClient`."""
+        """Asks the worker."""
         await self._ask_worker(request, Check(request))
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """As in `EngineClient`."""
+        """Asks the worker."""
         question = Tokenize("", text, add_special, parse_special)
         answer = await self._ask_worker(GenerationRequest(id="", prompt=text), question)
         if not isinstance(answer, Tokenized):
@@ -181,13 +181,13 @@ class EngineProcess(EngineClient):
         return [pieces[token] for token in answer.ids]
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """As in `EngineClient`."""
+        """Asks the worker."""
         answer = await self._ask_worker(GenerationRequest(id="", prompt=""), SlotAction("", action, slot, path))
         assert isinstance(answer, SlotDone)
         return answer.report
 
     async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
-        """As in `LocalEngine`. If the worker dies at this moment, the text may continue without the tokens."""
+        """Asks the worker. If it dies at this moment, the text may continue without the tokens."""
         request = self._by_id.get(request_id)
         if request is None or not self._in_flight.is_sent(request):
             return False
@@ -305,13 +305,13 @@ class EngineProcess(EngineClient):
         return min(60.0, max(1.0, (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)))
 
     def sleep_after(self, seconds: float | None) -> bool:
-        """As in `EngineClient`."""
+        """Sets when the supervisor stops the idle worker."""
         self._supervisor.sleep_after(seconds)
         return True
 
     @property
     def seconds_left(self) -> float | None:
-        """As in `EngineClient`."""
+        """Seconds until the supervisor stops the idle worker."""
         return self._supervisor.seconds_left
 
     def limit_threads(self, n: int) -> None:

@@ -55,9 +55,9 @@ from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotPrefix, SlotReport
+from cppbatch.engine.grammar.grammar_check import SlowGrammar
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime, load_runtime
-from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, OutOfMemory, RequestCancelled
 from cppbatch.llama.backend import Backend
@@ -119,7 +119,7 @@ class Worker:
                 threads = self._input_threads.for_text(message.text)
             else:
                 threads = self._input_threads.for_request(self._engine, message.request)
-            threads.submit(self._prepare, message, perf_counter())
+            threads.submit(self._process, message, perf_counter())
         elif isinstance(message, Cancel):
             cancelled = message.id
             if cancelled in self._preparing:
@@ -137,19 +137,19 @@ class Worker:
 
     # --- on an input thread -----------------------------------------------------------------------------------------
 
-    def _prepare(self, message: Submit | Question, arrived_at: float, *, patient: bool = False) -> None:
+    def _process(self, message: Submit | Question, arrived_at: float, *, patient: bool = False) -> None:
         """Records the request in the shared status during preparation: some texts and grammars crash the process."""
         request_id = message.id
         thread = self._thread_numbers.current()
         self._status.set_preparing(thread, int(request_id))
         try:
-            command = self._prepare_command(message, thread, arrived_at, patient=patient)
+            command = self._make_command(message, thread, arrived_at, patient=patient)
         except InvalidRequest as error:
             self._step_loop.post(self._answer_now(refusal(request_id, error)))
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(request_id, _cancelled_event(request_id)))
         except SlowGrammar:
-            self._input_threads.for_slow_grammars().submit(self._prepare, message, arrived_at, patient=True)
+            self._input_threads.for_slow_grammars().submit(self._process, message, arrived_at, patient=True)
         except EngineClosed:
             log.debug("request %s was being prepared when the engine closed", request_id)
         except Exception as error:  # a bug; preparation changes nothing that other requests use
@@ -163,7 +163,7 @@ class Worker:
         finally:
             self._status.set_preparing(thread, -1)
 
-    def _prepare_command(
+    def _make_command(
         self, message: Submit | Question, thread: int, arrived_at: float, *, patient: bool
     ) -> Callable[[EngineCore], None]:
         """Prepares a request and returns the command that adds or answers it between two steps.
@@ -182,12 +182,12 @@ class Worker:
         if isinstance(message, SlotAction):
             return self._slot_command(message)
         if isinstance(message, Submit):
-            sequence = engine.prepare(
+            sequence = engine.make_sequence(
                 message.request, message.resume, cancelled=cancelled, arrived_at=arrived_at, patient=patient
             )
             return lambda engine: self._add(engine, request_id, sequence)
         if isinstance(message, Check):
-            engine.prepare(message.request, cancelled=cancelled, patient=patient)
+            engine.make_sequence(message.request, cancelled=cancelled, patient=patient)
             answer = Checked(request_id)
         else:
             special = {"add_special": message.add_special, "parse_special": message.parse_special}

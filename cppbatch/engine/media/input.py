@@ -72,7 +72,7 @@ class MediaPiece(NamedTuple):
     n_positions: int
     """The number of positions it takes."""
     positions: npt.NDArray[np.int32] | None = None
-    """As in `MediaRun`."""
+    """int32[4, n] for M-RoPE (`MediaRun.positions`); None: positions ascend."""
 
 
 class EncodedMedium:

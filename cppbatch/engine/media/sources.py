@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cppbatch.chat.chat_format import PreparedChat
-from cppbatch.chat.messages import MediaKind, MediaSource, SourceKind, media_of, with_media
+from cppbatch.chat.media_parts import MediaKind, MediaSource, SourceKind, media_of, with_media
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt
 from cppbatch.errors import InvalidRequest

@@ -151,7 +151,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cells_by_state(self) -> dict[str, int]:
-        """As shown by `GET /metrics`."""
+        """The cells by state, for `GET /metrics`."""
         used, cached = self.kv_cells_used, self.kv_cells_cached
         return {"used": used, "cached": cached, "free": self.kv_cells - used - cached}
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.sampling.random_sampling import random_bits
-from cppbatch.engine.sampling.sampling_plan import is_active
+from cppbatch.engine.sampling_plan import is_active
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import LlamaError
 from cppbatch.llama import DrySampler, SamplerChain

@@ -8,10 +8,12 @@ which none can pass the filters, are examined: about fifty of 49,152 logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from cppbatch.engine.sampling_plan import Filters
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -25,15 +27,6 @@ _LOWEST = np.finfo(np.float32).min  # excludes -inf: with a grammar, almost all 
 _N_BLOCKS = 512  # blocks of a row whose maxima bound its k-th largest logit, for k up to this number
 _DEPTHS = 2.0, 4.0, 8.0, 12.0  # below the largest logit: tokens kept by top-p are usually above one of these
 _MAX_BATCHED_CANDIDATES = 256  # rows with more candidates are sampled separately: they would widen all rows' arrays
-
-
-class Filters(NamedTuple):
-    """One row's settings. `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
-
-    top_k: int
-    top_p: float
-    min_p: float
-    temperature: float
 
 
 def random_sample(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids: Ids | None = None) -> Ids:

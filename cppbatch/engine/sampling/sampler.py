@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.grammar.structured_output import GrammarMasks
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sampling.chain_sampling import (
     ChainSampler,
@@ -17,8 +18,6 @@ from cppbatch.engine.sampling.chain_sampling import (
     run_logits_processors,
 )
 from cppbatch.engine.sampling.random_sampling import NO_TOKEN, UInt64, filter_logits, random_bits, random_sample
-from cppbatch.engine.sampling.sampling_plan import SamplingType
-from cppbatch.engine.sampling.structured_output import GrammarMasks
 from cppbatch.engine.sampling.token_logprobs import (
     Logprobs,
     PostSamplingLogprobs,
@@ -26,6 +25,7 @@ from cppbatch.engine.sampling.token_logprobs import (
     RowLogprobs,
     make_token_logprob,
 )
+from cppbatch.engine.sampling_plan import SamplingType
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
@@ -48,7 +48,7 @@ class SamplerOutput(NamedTuple):
     error_field: str | None = None
     """The request field that caused the error, if any."""
     embedding: bytes | None = None
-    """As in `GenerationEvent`."""
+    """The vector as little-endian float32 (`GenerationEvent.embedding`)."""
 
 
 class LogitsSource(Protocol):
@@ -76,8 +76,8 @@ class Sampler:
         self._grammar_masks = GrammarMasks(vocab.n_tokens)
         self._chain_sampler = ChainSampler(vocab.n_tokens)
 
-    def prepare(self, plan: StepPlan) -> None:
-        """Before the decode: disables backend sampling for sequences that need all their logits, and enables it for
+    def before_decode(self, plan: StepPlan) -> None:
+        """Disables backend sampling for sequences that need all their logits, and enables it for
         others."""
         if backend := self._context.backend_sampling:
             for sequence, n in plan.chunks:
@@ -303,7 +303,7 @@ def _sample_candidates(sequences: list[Seq], ids: npt.NDArray[np.int32], logits:
 def _sample_candidates_greedily(
     sequences: list[Seq], ids: npt.NDArray[np.int32], logits: Logits
 ) -> list[SamplerOutput] | None:
-    """As `_sample_all_greedily`; for equal logits, the lowest token id."""
+    """One argmax over all candidates; equal logits: the lowest token id. None if any sequence needs more."""
     if any(sequence.sampling.greedy_unless is None for sequence in sequences):
         return None
     maxima = logits.max(axis=1, keepdims=True)
@@ -359,7 +359,7 @@ class Pooler:
         self._context = context
         self._each_token = each_token
 
-    def prepare(self, plan: StepPlan) -> None:
+    def before_decode(self, plan: StepPlan) -> None:
         """Does nothing: every token of an embedding sequence is an output."""
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:

@@ -64,7 +64,7 @@ class PostSamplingLogprobs:
         return self._logprobs[token]
 
     def top(self) -> list[tuple[int, float]]:
-        """As in `RowLogprobs`, without tokens of probability 0."""
+        """The most likely tokens with their log-probabilities, without those of probability 0."""
         return [(token, self.of(token)) for token in self._top]
 
 

@@ -18,13 +18,12 @@ import msgspec
 
 from cppbatch.errors import ConfigError, EngineClosed, InputChanged, LedgerLost, NotJsonLines, StorageError
 from cppbatch.jobs.batches.data_folder import RESULT_NAMES, DataFolder
-from cppbatch.jobs.batches.store import (
+from cppbatch.jobs.batches.records import (
     Batch,
     BatchError,
     BatchErrors,
     BatchRecord,
     BatchStatus,
-    BatchStore,
     BatchUsage,
     File,
     FinalStatus,
@@ -32,12 +31,15 @@ from cppbatch.jobs.batches.store import (
     RequestCounts,
     ResultsSoFar,
 )
+from cppbatch.jobs.batches.store import BatchStore
 from cppbatch.jobs.durable_files import move_into_place
 from cppbatch.jobs.input.format import Endpoint, InputFormat
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
-from cppbatch.jobs.job_runner import JobRunner, RequestSlots, chunks, reject_unanswered
-from cppbatch.jobs.journal import Journal, Ledger
+from cppbatch.jobs.job_runner import JobRunner, RequestSlots, reject_unanswered
+from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.request_order import chunks
 
 T = TypeVar("T")
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from cppbatch.errors import ConfigError, DiskFull, InputChanged, NotFound, StorageError
-from cppbatch.jobs.batches.store import BatchStore, File, KnownContents
+from cppbatch.jobs.batches.records import File
+from cppbatch.jobs.batches.store import BatchStore, KnownContents
 from cppbatch.jobs.durable_files import fsync_folder, make_durable, make_private, move, move_into_place, storage_error
 from cppbatch.jobs.input.format import unreadable_file
 from cppbatch.regular_files import is_special, open_regular

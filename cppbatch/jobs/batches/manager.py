@@ -15,15 +15,8 @@ import msgspec
 from cppbatch.errors import Conflict, InvalidRequest, StorageError
 from cppbatch.jobs.batches.active_batch import ActiveBatch, BatchResources
 from cppbatch.jobs.batches.data_folder import DataFolder
-from cppbatch.jobs.batches.store import (
-    Batch,
-    BatchRecord,
-    BatchStore,
-    File,
-    Page,
-    check_metadata,
-    completion_window_seconds,
-)
+from cppbatch.jobs.batches.records import Batch, BatchRecord, File, check_metadata, completion_window_seconds
+from cppbatch.jobs.batches.store import BatchStore, Page
 
 log = logging.getLogger("cppbatch.jobs")
 
@@ -53,7 +46,7 @@ class BatchManager:
 
     @property
     def open_records(self) -> list[BatchRecord]:
-        """As `open_batches`, with the server's own data."""
+        """The batches that have not ended, with the server's own data."""
         return [msgspec.structs.replace(active.record, batch=active.batch) for active in self._active.values()]
 
     async def create(

@@ -26,7 +26,7 @@ from cppbatch.regular_files import open_regular
 _START_BYTES = 4096
 """Read of each file to tell whether it is text."""
 _MAX_ZIP_BYTES = 1 << 30
-"""Of all files of a zip file together, unpacked."""
+"""The limit for all files of a zip file together, unpacked."""
 _MAX_FILES = 1 << 20
 _MAX_SKIPPED_SHOWN = 8
 
@@ -169,7 +169,7 @@ def _reason_to_skip(files: FileSet, name: str) -> str:
 _PROMPTS = (".zip", ".pdf", ".md")
 """The extensions of single files that are not lines of prompts."""
 _LINES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
-"""Those of files that are refused beside others: each would be one prompt."""
+"""The extensions of files that are refused beside others: each would be one prompt."""
 
 
 def are_prompts(paths: Sequence[Path]) -> bool:

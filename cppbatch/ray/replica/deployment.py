@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ray.serve.schema import LoggingConfig
 
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.cluster.rules import Prefix, PrefixRouter
+from cppbatch.cluster.prefix_router import Prefix, PrefixRouter
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import INT32_MAX
 from cppbatch.errors import CppBatchError
@@ -121,7 +121,7 @@ async def _load(config: EngineConfig, name: str, application: str, *, step_timeo
 
 
 # --- request router --------------------------------------------------------------------------------------------------
-# Ray Serve's request router, with the rule of `cluster/rules.py`.
+# Ray Serve's request router, with the rule of `cluster/prefix_router.py`.
 
 
 _UNSENT_S = 10.0  # a request that was not sent within this time was cancelled

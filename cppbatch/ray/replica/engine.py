@@ -11,7 +11,7 @@ from typing import Any
 
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.link import Check, Checked, Refused, SlotDone, Tokenize, Tokenized, refusal
-from cppbatch.cluster.rules import Prefix
+from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
 from cppbatch.ray.messages import (

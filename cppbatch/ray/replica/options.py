@@ -90,8 +90,7 @@ def for_own_machine(options: ReplicaOptions, config: EngineConfig, n_cores: int)
 def for_nodes(
     options: ReplicaOptions, config: EngineConfig, nodes: Sequence[Node]
 ) -> tuple[ReplicaOptions, EngineConfig]:
-    """As `for_own_machine`, for a cluster: divides the nodes evenly among the replicas, and the CPUs of a node among
-    its replicas.
+    """The options and settings for a cluster: divides nodes among replicas, and a node's CPUs among its replicas.
 
     If a replica has a node for itself, `n_threads` stays 0: one thread per physical core.
     """

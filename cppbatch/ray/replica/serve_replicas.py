@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
-from cppbatch.cluster.rules import Prefix
+from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.ray.replica.set import ReplicaLost, ReplicaSetStatus
 
 Result = TypeVar("Result")
@@ -38,7 +38,7 @@ class ServeReplicas:
         self._ask = self._handle.options(method_name="ask")
 
     async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
-        """As in `ReplicaSet`."""
+        """Calls one replica by Serve's handle."""
         response = self._run.remote(prefixes, message)
         has_ended = False
         try:
@@ -53,20 +53,20 @@ class ServeReplicas:
                 response.cancel()
 
     async def ask(self, message: bytes) -> bytes:
-        """As in `ReplicaSet`."""
+        """Calls one replica by Serve's handle."""
         answer: bytes = await _result_of(self._ask.remote(message))
         return answer
 
     async def cancel(self, request_ids: list[str]) -> set[str]:
-        """As in `ReplicaSet`."""
+        """Calls all replicas. Returns the names of those that respond."""
         return {name for name in await self._broadcast("cancel", request_ids) if isinstance(name, str)}
 
     async def reports(self) -> list[bytes]:
-        """As in `ReplicaSet`."""
+        """The reports of the replicas that respond in time."""
         return [report for report in await self._broadcast("report") if isinstance(report, bytes)]
 
     async def live(self) -> list[bytes]:
-        """As in `ReplicaSet`."""
+        """The live states of the replicas that respond in time."""
         return [state for state in await self._broadcast("live") if isinstance(state, bytes)]
 
     async def _broadcast(self, method: str, *args: Any) -> list[Any]:
@@ -79,16 +79,16 @@ class ServeReplicas:
         return answers
 
     async def renew_lease(self, front: str) -> None:
-        """As in `ReplicaSet`."""
+        """Writes the lease into Ray's key-value store."""
         await asyncio.to_thread(renew_lease, front)
 
     async def close(self, front: str) -> None:
-        """As in `ReplicaSet`."""
+        """Ends the front's lease, and closes Serve's handle."""
         await asyncio.to_thread(end_lease, front)
         await self._handle.shutdown_async()
 
     async def status(self) -> ReplicaSetStatus:
-        """As in `ReplicaSet`."""
+        """Asks Serve's controller."""
         return await asyncio.to_thread(self._status)
 
     def _status(self) -> ReplicaSetStatus:
@@ -152,7 +152,7 @@ class LeaseWatch:
         self._seen: dict[str, tuple[bytes | None, float]] = {}
 
     def find_expired(self, fronts: set[str]) -> set[str]:
-        """Those of these fronts that have not renewed their lease for 20 s, according to this replica's clock."""
+        """Returns the fronts that have not renewed their lease for 20 s, according to this replica's clock."""
         now = time.monotonic()
         self._seen = {front: seen for front, seen in self._seen.items() if front in fronts}
         for front in fronts:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from cppbatch.cluster.engines.client import WorkerLive
-from cppbatch.cluster.rules import Prefix
+from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.ray.messages import decode_live
 
 

@@ -7,7 +7,7 @@ import secrets
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from cppbatch.chat.messages import media_of
+from cppbatch.chat.media_parts import media_of
 from cppbatch.engine.media.sources import source_of_data
 from cppbatch.engine.request import MediaPrompt, TokenPiece
 from cppbatch.errors import InvalidRequest

@@ -15,7 +15,8 @@ from aiohttp import web
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
-from cppbatch.server.fields.parse import IGNORED, read_json
+from cppbatch.server.fields.parse import read_json
+from cppbatch.server.fields.unknown import IGNORED
 from cppbatch.server.http.api_errors import api_error, json_response, openai_error
 from cppbatch.server.http.endpoint import Answer, Routes
 from cppbatch.server.http.event_stream import LINES, PING, STARTED, STREAM_HEADERS, ServerSentEvent
@@ -289,7 +290,7 @@ class ContentBlock(msgspec.Struct):
     """A block of text, a block of reasoning, or a tool call."""
 
     index: int
-    """Its position in the message."""
+    """The position in the message."""
     kind: Literal["text", "reasoning", "call", "custom"]
     """`custom`: a call of a custom tool."""
     text: str = ""

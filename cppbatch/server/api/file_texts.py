@@ -19,7 +19,7 @@ from cppbatch.server.http.endpoint import Routes
 routes = Routes()
 
 _MAX_CHARACTERS = 64 << 20
-"""Of all texts of a response."""
+"""The limit for all texts of a response together."""
 
 
 class FileTextsRequest(msgspec.Struct):

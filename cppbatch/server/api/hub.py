@@ -64,7 +64,7 @@ class HubModelFile(msgspec.Struct, frozen=True, kw_only=True):
     """A model of a repository."""
 
     model: str
-    """Its name for `POST /api/pull`: OWNER/REPO:FILE."""
+    """The name for `POST /api/pull`: OWNER/REPO:FILE."""
     file: str
     """The first one, if it is split."""
     weights: str

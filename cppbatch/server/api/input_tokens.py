@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.conversion import response_turn
 from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import json_response

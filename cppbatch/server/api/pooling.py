@@ -58,7 +58,7 @@ class PoolingBuilder(ResponseBuilder):
         self._timeouts = {"timeout": body.timeout, "queue_timeout": body.queue_timeout}
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Raises `NotImplementedError`: vectors cannot be streamed."""
         raise NotImplementedError("embeddings cannot be streamed")
 
     def vectors(self) -> Vector:
@@ -215,7 +215,7 @@ class EmbeddingBuilder(PoolingBuilder):
         self._as_base64 = body.encoding_format == "base64"
 
     def build(self, completions: list[list[GenerationEvent]]) -> EmbeddingResponse:
-        """As in `ResponseBuilder`."""
+        """Returns OpenAI's list of vectors, as numbers or base64."""
         data = [
             Embedding(index=index, embedding=_base64(vector) if self._as_base64 else vector.tolist())
             for index, vector in enumerate(normalise_vectors(self.vectors(), self._dimensions, self._norm))
@@ -354,7 +354,7 @@ class RerankBuilder(PoolingBuilder):
         self._body = body
 
     def build(self, completions: list[list[GenerationEvent]]) -> RerankResponse | list[TextScore]:
-        """As in `ResponseBuilder`."""
+        """Returns the documents or texts by score, best first."""
         scores = self.vectors()[:, 0]
         best = np.argsort(-scores, kind="stable")[: self._body.top_n]
         if self._body.texts is not None:

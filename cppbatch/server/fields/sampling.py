@@ -173,7 +173,7 @@ class TimingFields(SamplingFields, kw_only=True):
 
     @property
     def usage_events(self) -> UsageEvents:
-        """As in `GenerationRequest`."""
+        """Which events have `usage`: all for per-token timings, those of the prefill for progress."""
         if self.stream and self.timings_per_token:
             return "all"
         return "prefill" if self.stream and self.return_progress else "end"
@@ -184,7 +184,7 @@ class SingleChoiceFields(TimingFields, kw_only=True):
 
     @property
     def n_candidates(self) -> int:
-        """As in `SamplingFields`."""
+        """Always 1. Raises `InvalidRequest` for another `n` or `best_of`."""
         for field in ("n", "best_of"):
             if (given := getattr(self, field)) not in (None, 1):
                 raise InvalidRequest(field, f"is {given}; this API returns a single answer per request")

@@ -128,7 +128,7 @@ class StructuredFields(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    """As in vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`."""
+    """vLLM's field: one of `json`, `regex`, `choice`, `grammar`, `json_object`."""
     guided_json: dict[str, Any] | str | bool | None = None
     """vLLM's earlier name for `structured_outputs.json`."""
     guided_grammar: str | None = None

@@ -40,7 +40,7 @@ class ApiError(NamedTuple):
     """The HTTP status."""
     message: str
     type: str
-    """As in OpenAI's API: `invalid_request_error`, `authentication_error`, `permission_error`, `rate_limit_error` or
+    """OpenAI's name: `invalid_request_error`, `authentication_error`, `permission_error`, `rate_limit_error` or
     `server_error`."""
     param: str | None = None
     """The request field that caused the error."""
@@ -193,9 +193,9 @@ class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Determined by the HTTP status."""
     message: str
     n_prompt_tokens: int | UnsetType = UNSET
-    """As in `ErrorDetail`."""
+    """The tokens of a prompt that exceeds the context, or a lower bound."""
     n_ctx: int | UnsetType = UNSET
-    """As in `ErrorDetail`."""
+    """The maximum tokens of prompt and completion, for such a prompt."""
     details: AnthropicErrorCode | UnsetType = UNSET
     """`thread_unsupported_request`, if the request has a `thread`."""
 

@@ -196,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- asyncio.Protocol -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As in `asyncio.Protocol`, like all methods below."""
+        """Called by asyncio when a client has connected."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.remote = str((transport.get_extra_info("peername") or "?")[0])

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from aiohttp import web
 
 from cppbatch.server.http.api_errors import ErrorResponse
-
-if TYPE_CHECKING:
-    from cppbatch.server.answer.response import PreparedRequest
 
 Json = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -56,8 +53,8 @@ class Endpoint(NamedTuple):
     """The fields of the query string."""
     form: Json | None = None
     """The schema of a request body that is a form."""
-    prepare: Callable[..., Awaitable[PreparedRequest]] | None = None
-    """Prepares a request for a batch, from its body and its `Serving`; None: batches do not support it."""
+    prepare: Callable[..., Awaitable[Any]] | None = None
+    """Makes the `PreparedRequest` of a batch line, from its body and its `Serving`; None: batches do not support it."""
 
 
 class Route(NamedTuple):

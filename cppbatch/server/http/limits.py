@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from cppbatch.engine.params import UNLIMITED
 from cppbatch.errors import ConfigError, InvalidRequest
-
-if TYPE_CHECKING:
-    from cppbatch.server.fields.sampling import SamplingFields
 
 MAX_CHOICES = 128
 
@@ -75,8 +70,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a request's images and audio."""
         return self.max_media_mb << 20
 
-    def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for a request that exceeds the limits."""
+    def check(self, body: object) -> None:
+        """Raises `InvalidRequest` for a request (`SamplingFields`) that exceeds the limits."""
         for field in ("n", "n_cmpl", "best_of"):
             self._refuse_more(field, getattr(body, field, None), self.max_n, "--max-n")
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"):

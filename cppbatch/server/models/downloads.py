@@ -58,7 +58,7 @@ class Downloads:
 
 
 async def _on_a_thread(function: Callable[[str], object], name: str) -> None:
-    """As `asyncio.to_thread`, on a thread that does not keep the process alive."""
+    """Runs `function` on a thread that does not keep the process alive."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     errors: list[BaseException] = []
 

@@ -28,7 +28,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model that the server can load, with its settings."""
 
     name: str
-    """Its name in responses."""
+    """The name in responses."""
     config: EngineConfig
     given: frozenset[str] = frozenset()
     """The settings of `config` that were set explicitly. Other sizes depend on the free memory."""
@@ -64,7 +64,7 @@ class MemoryPlanLoader:
         self._use_profiles, self._memory_check, self._budget = use_profiles, memory_check, budget
 
     async def plan(self, name: str, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
-        """As in `ModelLoader`. Raises `DoesNotFit`, and `ModelError` for a file that is not a model."""
+        """Chooses sizes that fit. Raises `DoesNotFit`, and `ModelError` for a file that is not a model."""
         return await child_processes.to_thread(self._plan, self.specs[name], others, pinned)
 
     def _plan(self, spec: ModelSpec, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
@@ -92,7 +92,7 @@ class MemoryPlanLoader:
         return LoadPlan(spec, sizes)
 
     def start(self, name: str, plan: LoadPlan) -> EngineClient:
-        """As in `ModelLoader`."""
+        """Starts the engine with the planned sizes."""
         config, deployment = plan.sizes.config, plan.spec.deployment
         log.info("loading %s with -np %d -c %d", name, config.n_parallel, config.n_ctx)
         shortage = memory_shortage if self._memory_check else None

@@ -147,15 +147,15 @@ class ManyModels(ServedModels):
         return found[0] if len(found) == 1 else None
 
     def find_created(self, name: str) -> CreatedModel | None:
-        """As in `ServedModels`. Files and aliases come first."""
+        """The created model of this name; files and aliases come first."""
         return self._created.find(name) if self._created and self._find(name) is None else None
 
     def folder_of_models(self) -> Path:
-        """As in `ServedModels`."""
+        """The folder of --models-dir. Raises `Conflict` without it."""
         return self._created.folder if self._created else super().folder_of_models()
 
     def deletable(self, entry: ModelEntry) -> Deletable | None:
-        """As in `ServedModels`. Pulled files are in OWNER/REPO of the folder."""
+        """A created name, or a pulled file, which is in OWNER/REPO of the folder."""
         if self._created is None or self.find_created(entry.name):
             return "name" if self._created else None
         folder = self._created.folder
@@ -163,7 +163,7 @@ class ManyModels(ServedModels):
         return "file" if is_pulled else None
 
     async def create(self, name: str, model: CreatedModel) -> None:
-        """As in `ServedModels`."""
+        """Refuses the name of a file, checks the model and adds it."""
         if self._created is None or self._find(name) is not None:
             folder = self.folder_of_models()
             raise Conflict("model", f"{name!r} is a file in {folder.name}/; choose another name")
@@ -172,7 +172,7 @@ class ManyModels(ServedModels):
         self._servings.pop(name, None)
 
     async def delete_created(self, name: str) -> None:
-        """As in `ServedModels`."""
+        """Removes the created model."""
         await super().delete_created(name)
         assert self._created
         await asyncio.to_thread(self._created.remove, name)
@@ -222,7 +222,7 @@ class ManyModels(ServedModels):
         return ", ".join(map(repr, self._visible(rules))) or "none"
 
     def check_key(self, rules: KeyRules) -> None:
-        """As in `ServedModels`."""
+        """Raises `Forbidden` if the key allows none of the models."""
         if not any(True for _ in self._visible(rules)):
             names = ", ".join(map(repr, rules.models or ()))
             raise Forbidden(
@@ -239,7 +239,7 @@ class ManyModels(ServedModels):
         timeout: float | None = None,
         load: bool | None = None,
     ) -> ModelLease:
-        """As in `ServedModels`."""
+        """Loads the model, and waits for it."""
         began, limit, load = self._clock(), timeout, self._autoload if load is None else load
         model = await self.resolve(name, rules)
         was_loaded = self.pool.models[model].state == "loaded"
@@ -283,7 +283,7 @@ class ManyModels(ServedModels):
         return serving
 
     async def load(self, name: str, rules: KeyRules | None) -> None:
-        """As in `ServedModels`."""
+        """Starts loading, without waiting."""
         self._start_load(self._specs[await self.resolve(name, rules)])
 
     def _start_load(self, spec: ModelSpec) -> None:
@@ -299,15 +299,15 @@ class ManyModels(ServedModels):
             load()
 
     async def unload(self, name: str, rules: KeyRules | None) -> None:
-        """As in `ServedModels`."""
+        """Unloads the model after its last request."""
         self.pool.unload(await self.resolve(name, rules))
 
     def knows(self, name: str) -> bool:
-        """As in `ServedModels`."""
+        """Whether it is a name of a file or a created model."""
         return self._find(name) is not None or self.find_created(name) is not None
 
     def keep(self, name: str, seconds: float | None) -> bool:
-        """As in `ServedModels`."""
+        """Passes the time to the pool."""
         created = self.find_created(name)
         if found := self._model_for(created.base if created else name):
             self.pool.keep(found, seconds)
@@ -334,11 +334,11 @@ class ManyModels(ServedModels):
         )
 
     async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
-        """As in `ServedModels`."""
+        """The models that the key may use."""
         return list(await asyncio.gather(*map(self._entry, self._visible(rules))))
 
     async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
-        """As in `ServedModels`."""
+        """A model that the key may use."""
         found = name if self.find_created(name) else self._find(name)
         if found is None or found not in self._visible(rules):
             raise ModelNotFound(f"{name!r} not found; available: {self._available(rules)}")
@@ -399,15 +399,15 @@ class ManyModels(ServedModels):
 
     @property
     def router(self) -> RouterSettings:
-        """As in `ServedModels`."""
+        """The settings of the pool."""
         return RouterSettings(max_loaded=self.pool.max_loaded, autoload=self._autoload, default=self._default)
 
     def metrics(self) -> Iterable[Metric]:
-        """As in `ServedModels`."""
+        """The metrics of the pool's models."""
         return model_families(self.pool.models.values())
 
     async def workers(self) -> list[WorkerState]:
-        """As in `ServedModels`. Each is labelled with its model's name."""
+        """The workers of all loaded models, each with its model's name."""
         running = self._running()
         each = await asyncio.gather(*(engine.workers() for _, engine in running))
         return [
@@ -417,7 +417,7 @@ class ManyModels(ServedModels):
         ]
 
     async def live(self) -> list[WorkerLive]:
-        """As in `ServedModels`. Worker names start with their model's name."""
+        """The live state of all workers, whose names start with their model's."""
         running = self._running()
         each = await asyncio.gather(*(engine.live() for _, engine in running))
         return [
@@ -428,35 +428,35 @@ class ManyModels(ServedModels):
 
     @property
     def shown_name(self) -> str:
-        """As in `ServedModels`."""
+        """The names of the loaded models."""
         return ", ".join(name for name, _ in self._running()) or "no model is loaded"
 
     async def stats(self) -> EngineStats:
-        """As in `ServedModels`."""
+        """The sum over the workers. Raises `EngineClosed` if no model is loaded."""
         answers = [worker.stats for worker in await self.workers() if worker.stats]
         if not answers:
             raise EngineClosed("no model is loaded")
         return add_up(answers)
 
     async def target_concurrency(self) -> int:
-        """As in `ServedModels`."""
+        """The same number of lines for all models."""
         return BATCH_LINES
 
     @property
     def batch_model(self) -> str:
-        """As in `ServedModels`."""
+        """The default model, or a word for any."""
         return self._default or _ANY_OF_THEM
 
     def serves_batch(self, model: str) -> bool:
-        """As in `ServedModels`. Each line names its model; lines with an unknown model fail."""
+        """Whether its model exists, or each line names its own; lines with an unknown model fail."""
         return model == _ANY_OF_THEM or self._find(model) is not None
 
     def default_in_batch(self, model: str) -> str | None:
-        """As in `ServedModels`: the default model may have changed since the batch was created."""
+        """The batch's model: the default model may have changed since the batch was created."""
         return None if model == _ANY_OF_THEM else model
 
     def first_lines(self, urls: list[str]) -> list[str]:
-        """As in `ServedModels`."""
+        """The number of models, the default one and the URLs."""
         at_once = [spec.name for spec in self._specs.values() if spec.pinned or spec.preload]
         names = ", ".join(self._specs) or "none yet: put GGUF files into the folder"
         default = f"; default: {self._default}" if self._default else ""
@@ -469,7 +469,7 @@ class ManyModels(ServedModels):
         ]
 
     async def close(self) -> None:
-        """As in `ServedModels`."""
+        """Ends downloads and closes the pool."""
         self._downloads.close()
         await self.pool.close()
 

@@ -50,7 +50,7 @@ class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
     waited: float = 0.0
     """Seconds that the request has waited for the model to load."""
     client: str = ""
-    """As in `GenerationRequest`."""
+    """Whose requests these are (`GenerationRequest.client`)."""
 
     def apply_key_rules(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
         """Applies the key's rules to the requests, and names their client. Raises `InvalidRequest`, as
@@ -73,7 +73,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A model, loaded or not."""
 
     name: str
-    """Its name in responses."""
+    """The name in responses."""
     names: tuple[str, ...]
     """All names that requests may use."""
     settings: ServerSettings
@@ -310,13 +310,13 @@ class OneModel(ServedModels):
         timeout: float | None = None,
         load: bool | None = None,
     ) -> ModelLease:
-        """As in `ServedModels`; never waits."""
+        """Leases the loaded model, and never waits."""
         if rules:
             self.serving.check_key(rules, name)
         return ModelLease(serving=self.serving, release=_keep, rules=rules)
 
     def check_key(self, rules: KeyRules) -> None:
-        """As in `ServedModels`."""
+        """Raises `Forbidden` if the key does not allow the model."""
         self.serving.check_key(rules)
 
     def health(self) -> Health:
@@ -324,15 +324,15 @@ class OneModel(ServedModels):
         return self.serving.client.health()
 
     async def ready(self) -> None:
-        """As in `ServedModels`."""
+        """Waits until the model is loaded."""
         await self.serving.client.loaded()
 
     async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
-        """As in `ServedModels`."""
+        """The one model, if the key may see it."""
         return [await self._entry()] if self._is_visible(rules) else []
 
     async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
-        """As in `ServedModels`. Other names are not found, although requests may use them."""
+        """The model by its own names. Other names are not found, although requests may use them."""
         self.serving.find_model(name)
         if not self._is_visible(rules):
             raise ModelNotFound(f"{name!r} is not available with this API key")
@@ -359,41 +359,41 @@ class OneModel(ServedModels):
         )
 
     def knows(self, name: str) -> bool:
-        """As in `ServedModels`."""
+        """Whether it is one of the model's own names."""
         return name in self.serving.model_names
 
     def keep(self, name: str, seconds: float | None) -> bool:
-        """As in `ServedModels`: its workers sleep, and the next request starts them."""
+        """Lets the workers sleep; the next request starts them."""
         return self.serving.client.sleep_after(seconds)
 
     async def workers(self) -> list[WorkerState]:
-        """As in `ServedModels`."""
+        """The engine's workers."""
         return await self.serving.client.workers()
 
     async def live(self) -> list[WorkerLive]:
-        """As in `ServedModels`."""
+        """The live state of the engine's workers."""
         return await self.serving.client.live()
 
     @property
     def shown_name(self) -> str:
-        """As in `ServedModels`."""
+        """The name of the model."""
         return self.serving.name
 
     async def stats(self) -> EngineStats:
-        """As in `ServedModels`."""
+        """The engine's statistics."""
         return await self.serving.client.stats()
 
     async def target_concurrency(self) -> int:
-        """As in `ServedModels`."""
+        """The lines that keep the engine busy."""
         return await target_concurrency(self.serving.client)
 
     @property
     def batch_model(self) -> str:
-        """As in `ServedModels`."""
+        """The name of the model's file."""
         return self.serving.info.name
 
     def serves_batch(self, model: str) -> bool:
-        """As in `ServedModels`."""
+        """Whether the batch was created for this model."""
         return model == self.serving.info.name
 
     async def load(self, name: str, rules: KeyRules | None) -> None:
@@ -414,7 +414,7 @@ class OneModel(ServedModels):
             self.serving.check_key(rules, name)
 
     def first_lines(self, urls: list[str]) -> list[str]:
-        """As in `ServedModels`."""
+        """The model, the sizes of its engine and the URLs."""
         serving = self.serving
         return first_lines(
             serving.info,
@@ -426,14 +426,14 @@ class OneModel(ServedModels):
         )
 
     async def close(self) -> None:
-        """As in `ServedModels`."""
+        """Closes the engine."""
         await self.serving.client.close()
 
     async def reload(self) -> None:
         """No-op: the model never changes."""
 
     def scaling(self) -> ScalingState | None:
-        """As in `ServedModels`."""
+        """The scaling state of the engine."""
         return self.serving.client.scaling()
 
 

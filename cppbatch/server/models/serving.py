@@ -60,7 +60,7 @@ class ChatTools(NamedTuple):
     """Has fetched the media of the conversations."""
 
 
-class PreparedTurn(NamedTuple):
+class ResolvedTurn(NamedTuple):
     """A turn of a conversation in the engine's terms."""
 
     id: str
@@ -79,14 +79,14 @@ class Serving:
         client: EngineClient,
         settings: ServerSettings,
         names: tuple[str, ...] = (),
-        is_meant: Callable[[str], bool] | None = None,
+        matches_name: Callable[[str], bool] | None = None,
     ) -> None:
-        """For a server with several models: `names`: all names of this model; responses show the first one. `is_meant`:
-        whether a name in a request refers to this model."""
+        """For a server with several models: `names`: all names of this model; responses show the first one.
+        `matches_name`: whether a name in a request refers to this model."""
         self.client = client
         self.settings = settings
         self._names = names
-        self._is_meant = is_meant
+        self._matches_name = matches_name
         self.started = int(time.time())
         self.lora: dict[str | int, float] | None = None
         """The LoRA scales for requests without `lora`, as set by `POST /lora-adapters`. None: those of --lora."""
@@ -152,8 +152,8 @@ class Serving:
     def check_model(self, name: str | None) -> None:
         """With --strict-model, raises `ModelNotFound` for an unknown model; otherwise a single model answers to any
         name. None is always accepted. Raises `InvalidRequest` for a different one of several models."""
-        if self._is_meant:
-            if name is not None and not self._is_meant(name):
+        if self._matches_name:
+            if name is not None and not self._matches_name(name):
                 raise InvalidRequest(
                     "model", f"is {name!r}, but this request is answered by {self.name!r}; send separate requests"
                 )
@@ -171,7 +171,7 @@ class Serving:
                 message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
                 raise InvalidRequest(field, message, overflow)
 
-    async def prepare(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> PreparedTurn:
+    async def resolve(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> ResolvedTurn:
         """The engine requests of a turn, with the sampling fields of its body, which `check` and `check_size` have
         accepted. Runs on another thread, because rendering long conversations and decoding images and audio take time.
 
@@ -179,13 +179,13 @@ class Serving:
         """
         tools = await self.chat_tools([turn.messages])
         name = new_id(id_prefix)
-        return await self.client.render(tools.format, lambda: self.prepare_with(tools, turn, body, name))
+        return await self.client.render(tools.format, lambda: self.resolve_with(tools, turn, body, name))
 
-    def prepare_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> PreparedTurn:
-        """As `prepare`, on this thread."""
+    def resolve_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> ResolvedTurn:
+        """Makes the engine requests on this thread."""
         chat = self.render_with(tools, turn)
         requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
-        return PreparedTurn(response_id, requests, chat, body.field_names | chat.renames)
+        return ResolvedTurn(response_id, requests, chat, body.field_names | chat.renames)
 
     async def render(self, turn: ChatTurn) -> PreparedChat:
         """The prompt of a turn. Raises `InvalidRequest`."""
@@ -203,7 +203,7 @@ class Serving:
         return MediaLoader(self.settings, self.info)
 
     def render_with(self, tools: ChatTools, turn: ChatTurn) -> PreparedChat:
-        """`ChatFormat.prepare` with the server's template variables (--chat-template-kwargs), reasoning limit
+        """`ChatFormat.render` with the server's template variables (--chat-template-kwargs), reasoning limit
         (--reasoning-budget) and reading of control tokens (--parse-special)."""
         if turn.tools and not self._has_told_form:
             self._has_told_form = True
@@ -228,7 +228,7 @@ class Serving:
             parse_special=_given(turn.parse_special, self.settings.parse_special),
         )
         with turn.client_names():
-            return tools.format.prepare(turn)
+            return tools.format.render(turn)
 
     @property
     def max_length(self) -> int:
@@ -297,7 +297,8 @@ class Serving:
             message = f"requests {len(prompts)} prompts x {n} completions; the limit per request is {_MAX_SEQUENCES}"
             raise InvalidRequest("prompt", message)
         refuse_large(prompts, n, self.limits)
-        options = {"lora": self.lora, **body.options(), "timeout": self.limits.timeout(body.timeout), "fit": True}
+        timeout = self.limits.timeout(body.timeout)
+        options = {"lora": self.lora, **body.options(), "timeout": timeout, "clamp_max_tokens": True}
         each = expand([params], n, ranked=n > body.n_choices)
         requests = []
         for p, prompt in enumerate(prompts):

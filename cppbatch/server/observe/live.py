@@ -13,7 +13,7 @@ import msgspec
 from cppbatch.cluster.engines.client import Health, ScalingState, WorkerLive
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.windows import percentile
-from cppbatch.jobs.batches.store import BatchStatus
+from cppbatch.jobs.batches.records import BatchStatus
 
 
 class RecentTimes(msgspec.Struct, frozen=True, kw_only=True):

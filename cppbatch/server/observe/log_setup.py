@@ -73,7 +73,7 @@ class TextFormatter(logging.Formatter):
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """As in `logging`. Texts from model files can neither start a line of their own nor control a terminal."""
+        """Escapes texts from model files, which can neither start a line of their own nor control a terminal."""
         record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.message).replace("\n", "\n    ")
         return super().formatMessage(record)
 

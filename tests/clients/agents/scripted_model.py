@@ -114,7 +114,7 @@ class ScriptedModel(AppThread):
         app = create_app(engine)
         app.on_response_prepare.append(self._add_request)
         chat = engine.chat_formats.get()
-        chat.prepare = self._scripted(chat.prepare)  # type: ignore[method-assign, assignment]
+        chat.render = self._scripted(chat.render)  # type: ignore[method-assign, assignment]
         return app
 
     async def _add_request(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -123,9 +123,9 @@ class ScriptedModel(AppThread):
             body = response.body if isinstance(response, web.Response) else b""
             self.recording.errors.append(f"{request.method} {request.path_qs} {response.status} {body!r:.600}")
 
-    def _scripted(self, prepare: Callable[[ChatTurn], PreparedChat]) -> Callable[[ChatTurn], PreparedChat]:
-        def prepare_scripted(turn: ChatTurn) -> PreparedChat:
-            prepared = prepare(turn)
+    def _scripted(self, render: Callable[[ChatTurn], PreparedChat]) -> Callable[[ChatTurn], PreparedChat]:
+        def render_scripted(turn: ChatTurn) -> PreparedChat:
+            prepared = render(turn)
             move = self._next(turn)
             text = self._written(move, turn.tools)
             prompt, written = self._ids(prepared.prompt), self._ids(text)
@@ -134,7 +134,7 @@ class ScriptedModel(AppThread):
             prepared.params["logits_processor"] = Forced([*written, self._end], len(prompt), its)
             return prepared
 
-        return prepare_scripted
+        return render_scripted
 
     def _next(self, turn: ChatTurn) -> Move:
         """The move after those that the conversation has."""

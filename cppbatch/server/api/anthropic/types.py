@@ -60,7 +60,7 @@ class RequestBlock(msgspec.Struct):
     source: ImageSource | None = None
     """The source of an image or a document."""
     title: str | None = None
-    """Of a document, like the next field: text before that of the document."""
+    """The title of a document. Like the next field, it becomes text before the document's."""
     context: str | None = None
     citations: Json | None = None
     """Ignored."""
@@ -233,7 +233,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     @property
     def usage_events(self) -> UsageEvents:
-        """As in `TimingFields`. A stream starts with the number of prompt tokens."""
+        """Which events have `usage`: a stream starts with the number of prompt tokens."""
         wanted = super().usage_events
         return "prefill" if self.stream and wanted == "end" else wanted
 

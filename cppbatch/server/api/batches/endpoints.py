@@ -15,7 +15,8 @@ from aiohttp import hdrs, web
 
 from cppbatch.errors import NotFound
 from cppbatch.jobs.batches.manager import new_file_id
-from cppbatch.jobs.batches.store import Batch, BatchStore, File, Page
+from cppbatch.jobs.batches.records import Batch, File
+from cppbatch.jobs.batches.store import BatchStore, Page
 from cppbatch.server.api.batches.file_upload import BINARY, UPLOAD_FORM, ExpiresAfter, receive_upload
 from cppbatch.server.auth.keys import KEY, viewer_of
 from cppbatch.server.fields.parse import read_json

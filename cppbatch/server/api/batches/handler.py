@@ -17,7 +17,7 @@ from cppbatch.engine.params import UNLIMITED, replace_fields
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, ModelLoadFailed
 from cppbatch.jobs.batches.active_batch import BatchResources
-from cppbatch.jobs.batches.store import BatchRecord
+from cppbatch.jobs.batches.records import BatchRecord
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RequestHandler
 from cppbatch.jobs.job_runner import RequestSlots
 from cppbatch.server.answer.response import PreparedRequest
@@ -25,10 +25,12 @@ from cppbatch.server.api import pooling
 from cppbatch.server.api.openai import chat_completions, completions
 from cppbatch.server.api.openai.completions import CompletionRequest, prepare_completion
 from cppbatch.server.api.responses import create_response
-from cppbatch.server.auth.keys import KEY, KEY_USAGE, KeyLineSlots
+from cppbatch.server.auth.key_usage import KEY_USAGE, KeyLineSlots
+from cppbatch.server.auth.keys import KEY
 from cppbatch.server.auth.rules import KeyRules
-from cppbatch.server.fields.parse import read_json, refuse_unknown, with_unknown
+from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.sampling import SamplingFields, merge_fields
+from cppbatch.server.fields.unknown import refuse_unknown, with_unknown
 from cppbatch.server.http.api_errors import api_error, error_body, json_response
 from cppbatch.server.models.served import MODELS, ModelLease, ServedModels
 from cppbatch.server.models.serving import new_id
@@ -127,7 +129,7 @@ class BatchRequestHandler:
             raise
         refuse_unknown(request.body, kind)  # excludes the defaults: a field similar to one of them is still a mistake
         with await self._lease(self._default_model if body.model is None else body.model) as lease:
-            prepared = await prepare(body, lease.serving)
+            prepared: PreparedRequest = await prepare(body, lease.serving)
             requests = prepared.requests
             if self._priority is not None:
                 requests = [replace_fields(request, priority=self._priority) for request in requests]
@@ -242,7 +244,7 @@ def _job_request(i: int, instance: dict[str, Any]) -> JobRequest:
 
 
 def _format(url: str) -> str:
-    """Its name in Vertex AI's clients: chatCompletions for /v1/chat/completions."""
+    """The endpoint's name in Vertex AI's clients: chatCompletions for /v1/chat/completions."""
     first, *others = url.removeprefix("/v1/").split("/")
     return first + "".join(other.title() for other in others)
 

@@ -17,8 +17,9 @@ from cppbatch.errors import EngineClosed
 from cppbatch.jobs.file_job import FileJob, check_model
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
-from cppbatch.jobs.job_runner import JobRunner, chunks
+from cppbatch.jobs.job_runner import JobRunner
 from cppbatch.jobs.journal import Journal
+from cppbatch.jobs.request_order import chunks
 from cppbatch.models.digest import IsStopped, file_digest, model_digest
 from cppbatch.server.api.batches.handler import BatchRequestHandler
 from cppbatch.server.models.served import OneModel

@@ -170,7 +170,7 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
     else:
         assert chat
         serving.check_size(body)
-        (request,) = serving.prepare_with(chat, generate_turn(body), body, name).requests
+        (request,) = serving.resolve_with(chat, generate_turn(body), body, name).requests
     return request
 
 
@@ -184,20 +184,20 @@ class GenerateBuilder(ResponseBuilder):
     """Builds the response of `/generate`."""
 
     def build(self, completions: list[list[GenerationEvent]]) -> GenerateResponse:
-        """As in `ResponseBuilder`."""
+        """Returns the text and its figures."""
         text = "".join(event.text for event in completions[0])
         return text_result(GenerateResponse, completions[0], generated_text=text)
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns the new text, if there is any."""
         return [ServerSentEvent(text_result(GenerateChunk, [event]))] if has_content(event) else []
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns `[DONE]`."""
         return [DONE]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Ends with `[DONE]` after the error."""
         return [*super().stream_error(error), DONE]
 
 

@@ -166,19 +166,19 @@ class LlamaCompletionBuilder(ResponseBuilder):
         self._timings = StreamTimings(body)
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """As in `ResponseBuilder`."""
+        """Records the result without an echoed prompt."""
         super().record(index, event)
         self._results.record(index, self._omit_prompt(event))
 
     def build(self, completions: list[list[GenerationEvent]]) -> LlamaResponse | Json | list[LlamaResponse | Json]:
-        """As in `ResponseBuilder`: an object for one completion, otherwise a list."""
+        """Returns an object for one completion, otherwise a list."""
         responses = [
             self._response(index, [*map(self._omit_prompt, events)]) for index, events in enumerate(completions)
         ]
         return responses[0] if len(responses) == 1 else responses
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns the new text without an echoed prompt, and the progress of the prompt."""
         events, event, results = [], self._omit_prompt(event), self._results
         progress, per_token = self._timings.progress(index, event), self._timings.per_token(event)
         if progress is not UNSET:

@@ -66,7 +66,7 @@ class LlamaEmbeddingBuilder(PoolingBuilder):
         self._info, self._default = serving.info, serving.settings.embd_normalize
 
     def build(self, completions: list[list[GenerationEvent]]) -> list[LlamaEmbedding]:
-        """As in `ResponseBuilder`."""
+        """Returns the vectors of each input; without pooling, one per token."""
         default = AS_COMPUTED if self._info.pooling == "none" else self._default
         norm = default if self._body.embd_normalize is None else self._body.embd_normalize
         n = self._body.dimensions

@@ -64,7 +64,7 @@ class LlamaFields(TimingFields, kw_only=True):
 
     @property
     def echo(self) -> bool | None:
-        """As in `SamplingParams`, which requires it for `max_tokens` 0. The builder omits the prompt."""
+        """Whether to echo the prompt: required for `max_tokens` 0. The builder omits the prompt."""
         return True if self.n_predict == 0 else None
 
 

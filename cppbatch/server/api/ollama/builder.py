@@ -108,26 +108,26 @@ class OllamaBuilder(ResponseBuilder):
         """The response with the new text of these events. `done`: further fields of `DoneFields`."""
 
     def build(self, completions: list[list[GenerationEvent]]) -> DoneFields:
-        """As in `ResponseBuilder`."""
+        """Returns the whole answer with the durations."""
         return self.line(completions[0], self._end())
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`: a line with the new text, and at the end one with the durations."""
+        """Returns a line with the new text."""
         if event.is_report:
             return []
         line = self.line([event], {"done": False})
         return [ServerSentEvent(line)] if self._is_shown(line) or event.logprobs else []
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns a line with the durations."""
         return [ServerSentEvent(self.line([], self._end()))]
 
     def stream_ping(self) -> ServerSentEvent:
-        """As in `ResponseBuilder`: a line without text."""
+        """Returns a line without text."""
         return ServerSentEvent(self.line([], {"done": False}))
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns a line with the error."""
         return [ServerSentEvent(ollama_error(api_error(error)))]
 
     @abstractmethod

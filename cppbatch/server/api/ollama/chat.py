@@ -14,7 +14,7 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.response import ContentBlock, ContentBlocks, Json, PreparedRequest, respond
 from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, OllamaBuilder, load_or_unload, timestamp
 from cppbatch.server.api.ollama.fields import sampling_of, schema_of, thinking_variables
-from cppbatch.server.api.ollama.truncation import prepare_within_context
+from cppbatch.server.api.ollama.truncation import resolve_within_context
 from cppbatch.server.api.ollama.types import (
     CalledFunction,
     DoneFields,
@@ -28,7 +28,7 @@ from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import json_response
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.models.served import ModelLease
-from cppbatch.server.models.serving import PreparedTurn
+from cppbatch.server.models.serving import ResolvedTurn
 
 routes = Routes()
 
@@ -60,7 +60,7 @@ async def _prepare_chat(body: OllamaChatRequest, lease: ModelLease) -> PreparedR
         variables=await thinking_variables(body, serving),
         field_names={"response_format": "format"},
     )
-    prepared = await prepare_within_context(serving, turn, sampling, "chat-", truncate=body.truncate is not False)
+    prepared = await resolve_within_context(serving, turn, sampling, "chat-", truncate=body.truncate is not False)
     builder = ChatBuilder(body, lease.waited, prepared)
     return PreparedRequest(prepared.requests, builder, stream=body.streams, field_names=prepared.field_names)
 
@@ -68,14 +68,14 @@ async def _prepare_chat(body: OllamaChatRequest, lease: ModelLease) -> PreparedR
 class ChatBuilder(OllamaBuilder):
     """Builds the response of `/api/chat`."""
 
-    def __init__(self, body: OllamaChatRequest, load_seconds: float, turn: PreparedTurn) -> None:
+    def __init__(self, body: OllamaChatRequest, load_seconds: float, turn: ResolvedTurn) -> None:
         super().__init__(body, load_seconds)
         self._output = AssistantOutput(turn.chat)
         self._blocks = ContentBlocks()
         self._n_calls = 0
 
     def line(self, events: list[GenerationEvent], done: Json) -> OllamaChatResponse:
-        """As in `OllamaBuilder`."""
+        """A message with the new text, reasoning and calls."""
         return OllamaChatResponse(message=self._message(events), **self.head(events, done))
 
     def _is_shown(self, line: DoneFields) -> bool:

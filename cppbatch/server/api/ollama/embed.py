@@ -86,7 +86,7 @@ class EmbedBuilder(PoolingBuilder):
         self._dimensions, self._load_seconds = body.dimensions, lease.waited
 
     def build(self, completions: list[list[GenerationEvent]]) -> OllamaEmbedResponse:
-        """As in `ResponseBuilder`. As in Ollama, more dimensions than a vector has mean all of them."""
+        """Returns the vectors. More dimensions than a vector has mean all of them, as in Ollama."""
         vectors = self.vectors()
         n = self._dimensions if self._dimensions and self._dimensions < vectors.shape[-1] else None
         seconds = max(event.usage.total_seconds for event in self.last_events.values() if event.usage)
@@ -103,5 +103,5 @@ class EmbeddingsBuilder(PoolingBuilder):
     """Builds the response of `/api/embeddings`."""
 
     def build(self, completions: list[list[GenerationEvent]]) -> OllamaEmbeddingsResponse:
-        """As in `ResponseBuilder`."""
+        """Returns the vector of the one prompt."""
         return OllamaEmbeddingsResponse(embedding=self.rows()[0].tolist())

@@ -61,12 +61,12 @@ class Options(SingleChoiceFields, kw_only=True):
     top_logprobs: int | None = None
 
     def options(self) -> Json:
-        """As in `SamplingFields`."""
+        """The given fields of `GenerationRequest`, with `num_keep` as `n_keep`."""
         return super().options() | ({} if self.num_keep is None else {"n_keep": self.num_keep})
 
     @property
     def field_names(self) -> dict[str, str]:
-        """As in `SamplingFields`."""
+        """The client's names, which belong to `options`."""
         own = super().field_names | {"n_keep": "num_keep"}
         inside = {ours: f"options.{own.get(ours, ours)}" for ours in {*_KNOWN, *own}}
         return inside | {"logprobs": "top_logprobs"}

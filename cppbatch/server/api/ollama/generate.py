@@ -94,7 +94,7 @@ async def _of_chat(body: OllamaGenerateRequest, serving: Serving, sampling: Opti
         variables=await thinking_variables(body, serving),
         field_names={"messages": "prompt", "response_format": "format"},
     )
-    prepared = await serving.prepare(turn, sampling, "gen-")
+    prepared = await serving.resolve(turn, sampling, "gen-")
     (request,) = prepared.requests
     if body.images:
         if body.context:
@@ -118,13 +118,13 @@ class GenerateBuilder(OllamaBuilder):
         self._tokens = prompt.tokens
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """As in `ResponseBuilder`."""
+        """Keeps the new tokens for `context`."""
         super().record(index, event)
         if self._tokens is not None:
             self._tokens.extend(event.tokens)
 
     def line(self, events: list[GenerationEvent], done: Json) -> OllamaGenerateResponse:
-        """As in `OllamaBuilder`."""
+        """A line with text, reasoning, and at the end `context`."""
         text, thinking = self._read(events)
         context = UNSET if self._tokens is None or not done["done"] else self._tokens
         head = self.head(events, done)

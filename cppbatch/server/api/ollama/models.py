@@ -39,7 +39,7 @@ class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /api/version`."""
 
     version: str
-    """Of Ollama's API."""
+    """The version of Ollama's API."""
 
 
 class ModelDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of `GET /api/tags`."""
 
     name: str
-    """As in `/v1/models`."""
+    """The model's id in `/v1/models`."""
     model: str
     """The same."""
     modified_at: str
@@ -125,11 +125,11 @@ class ShowResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     license: str | UnsetType = UNSET
     modelfile: str
-    """Its file and settings in the words of a Modelfile."""
+    """The file and settings in the words of a Modelfile."""
     parameters: str | UnsetType = UNSET
     """The server's sampling defaults for it, one in each line."""
     template: str | UnsetType = UNSET
-    """Its chat template, in Jinja."""
+    """The chat template, in Jinja."""
     system: str | UnsetType = UNSET
     """The system message for conversations without one."""
     details: ModelDetails

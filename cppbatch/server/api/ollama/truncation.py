@@ -9,20 +9,20 @@ from msgspec.structs import replace
 from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api.ollama.fields import Options
-from cppbatch.server.models.serving import Json, PreparedTurn, Serving
+from cppbatch.server.models.serving import Json, ResolvedTurn, Serving
 
 log = logging.getLogger("cppbatch.server")
 
 _ROOM = 8  # at least this fraction of the context remains for the answer
 
 
-async def prepare_within_context(
+async def resolve_within_context(
     serving: Serving, turn: ChatTurn, sampling: Options, id_prefix: str, *, truncate: bool
-) -> PreparedTurn:
-    """As `Serving.prepare`. With `truncate`, messages are left out, the oldest first, until the prompt and an eighth of
-    the context for the answer fit. System messages and the last message remain: a prompt that is still too long is
+) -> ResolvedTurn:
+    """Prepares the turn. With `truncate`, leaves out messages, the oldest first, until the prompt and an eighth of the
+    context for the answer fit. System messages and the last message remain: a prompt that is still too long is
     refused."""
-    prepared = await serving.prepare(turn, sampling, id_prefix)
+    prepared = await serving.resolve(turn, sampling, id_prefix)
     most = serving.info.max_sequence - serving.info.max_sequence // _ROOM
     # A token has at least one byte.
     if not truncate or len(prepared.chat.prompt.encode()) + _n_media(turn) * most <= most:
@@ -49,7 +49,7 @@ async def prepare_within_context(
         "%s: left out the oldest %d messages of a conversation longer than the context of %d tokens (-c)",
         serving.name, len(turn.messages) - len(without(turn, places[low]).messages), serving.info.max_sequence,
     )  # fmt: skip
-    return await serving.prepare(without(turn, places[low]), sampling, id_prefix)
+    return await serving.resolve(without(turn, places[low]), sampling, id_prefix)
 
 
 def _n_media(turn: ChatTurn) -> int:

@@ -102,7 +102,7 @@ class OllamaGenerateRequest(GenerationFields, kw_only=True):
     suffix: str | None = None
     """The text after the completion, for models trained to fill in the middle."""
     images: list[str] | None = None
-    """As in messages."""
+    """Base64, with or without the prefix of a data URL."""
     system: str | None = None
     template: str | None = None
     """Not supported: templates are settings of the server (--chat-template)."""
@@ -204,4 +204,4 @@ class OllamaEmbeddingsResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /api/embeddings`."""
 
     embedding: list[float]
-    """As computed, not normalised."""
+    """The vector as computed, not normalised."""

@@ -32,7 +32,7 @@ from cppbatch.server.api.openai.chat_types import (
 from cppbatch.server.api.openai.choices import ChoicesBuilder, Extras, logprobs_of, verbose_results
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import PreparedTurn, Serving
+from cppbatch.server.models.serving import ResolvedTurn, Serving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,7 +55,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
     """
     serving.check(body)
     serving.check_size(body)
-    turn = await serving.prepare(body.turn(), body, "chatcmpl-")
+    turn = await serving.resolve(body.turn(), body, "chatcmpl-")
     builder = ChatCompletionBuilder(body, serving, turn)
     builder.verbose = await verbose_results(body, turn.requests, serving)
     return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
@@ -64,7 +64,7 @@ async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving)
 class ChatCompletionBuilder(ChoicesBuilder):
     """Builds the response of a chat completion."""
 
-    def __init__(self, body: ChatCompletionRequest, serving: Serving, turn: PreparedTurn) -> None:
+    def __init__(self, body: ChatCompletionRequest, serving: Serving, turn: ResolvedTurn) -> None:
         super().__init__(body, serving, turn.id)
         self._wants_logprobs = bool(body.wants_logprobs)
         self._chat = turn.chat
@@ -73,7 +73,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         self._writers: dict[int, _DeltaWriter] = {}
 
     def build(self, completions: list[list[GenerationEvent]]) -> ChatCompletionResponse:
-        """As in `ResponseBuilder`."""
+        """Returns the chosen completions, parsed into content, reasoning and calls."""
         logprobs = [logprobs_of(events) for events in completions]
         choices = []
         for index, i in enumerate(self.select_choices(logprobs)):
@@ -92,7 +92,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         return ChatCompletionResponse(choices=choices, **self.result_fields(completions))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. A choice's first chunk has the role, the last one the finish reason."""
+        """A choice's first chunk has the role, the last one the finish reason."""
         chunks = self.progress_chunks(index, event)
         if not has_output(event):
             return chunks
@@ -120,7 +120,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
 
     @property
     def reasoning_tokens(self) -> int:
-        """As in `ChoicesBuilder`."""
+        """Reasoning tokens so far, over all choices."""
         return sum(output.reasoning_tokens for output in self._outputs.values())
 
     def _finish_reason(self, output: AssistantOutput) -> ChatFinishReason:
@@ -129,11 +129,11 @@ class ChatCompletionBuilder(ChoicesBuilder):
         return "function_call" if is_call else output.finish_reason
 
     def empty_choice(self, index: int) -> ChatChunkChoice:
-        """As in `ChoicesBuilder`: the start of each choice."""
+        """The start of a choice, with the role."""
         return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=None))
 
     def chunk(self, choices: list[ChatChunkChoice], **extras: Unpack[Extras]) -> ServerSentEvent:
-        """As in `ChoicesBuilder`."""
+        """A chunk of `chat.completion.chunk`."""
         return ServerSentEvent(ChatCompletionChunk(choices=choices, **self.chunk_fields(extras)))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:

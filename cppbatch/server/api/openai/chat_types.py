@@ -101,7 +101,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     """Not used."""
 
     def options(self) -> Json:
-        """As in `SamplingFields`."""
+        """The given fields of `GenerationRequest`, with `prediction`."""
         return super().options() | ({"prediction": self.prediction.text()} if self.prediction else {})
 
     def turn(self) -> ChatTurn:

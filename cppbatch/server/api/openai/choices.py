@@ -115,7 +115,7 @@ class ChoicesBuilder(ResponseBuilder):
         """Builds `__verbose`; None: it is omitted."""
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """As in `ResponseBuilder`."""
+        """Records the event, also for `__verbose`."""
         super().record(index, event)
         if self.verbose:
             self.verbose.record(index, event)
@@ -174,12 +174,12 @@ class ChoicesBuilder(ResponseBuilder):
         return timings(usage) if usage else UNSET
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. With `include_usage`, a chunk with the usage and no choices precedes the end."""
+        """With `include_usage`, a chunk with the usage and no choices precedes `[DONE]`."""
         usage = [self.chunk([], usage=self.usage(), timings=self.timings(0))] if self._include_usage else []
         return [*usage, DONE]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Ends with `[DONE]` after the error."""
         return [*super().stream_error(error), DONE]
 
     def usage(self) -> Usage:

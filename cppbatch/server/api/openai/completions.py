@@ -156,7 +156,7 @@ class CompletionBuilder(ChoicesBuilder):
         self._wants_logprobs = body.logprobs is not None
 
     def build(self, completions: list[list[GenerationEvent]]) -> CompletionResponse:
-        """As in `ResponseBuilder`."""
+        """Returns the chosen completions as texts."""
         logprobs = [logprobs_of(events) for events in completions]
         choices = [
             CompletionChoice(
@@ -171,7 +171,7 @@ class CompletionBuilder(ChoicesBuilder):
         return CompletionResponse(choices=choices, **self.result_fields(completions))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`."""
+        """Returns chunks with the new text, and the last one with the finish reason."""
         chunks = self.progress_chunks(index, event)
         if event.text or event.logprobs:
             logprobs = self._logprobs(event.logprobs) if event.logprobs else None
@@ -183,11 +183,11 @@ class CompletionBuilder(ChoicesBuilder):
         return chunks
 
     def empty_choice(self, index: int) -> CompletionChunkChoice:
-        """As in `ChoicesBuilder`."""
+        """A choice without text."""
         return CompletionChunkChoice(index=index, text="")
 
     def chunk(self, choices: list[CompletionChunkChoice], **extras: Unpack[Extras]) -> ServerSentEvent:
-        """As in `ChoicesBuilder`."""
+        """A chunk of `text_completion`."""
         return ServerSentEvent(CompletionChunk(choices=choices, **self.chunk_fields(extras)))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> CompletionLogprobs | None:

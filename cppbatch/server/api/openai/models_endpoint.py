@@ -274,7 +274,7 @@ def _model(served: ServedModels, entry: ModelEntry, fit: str | None = None) -> M
 
 
 def model_status(entry: ModelEntry) -> ModelStatus:
-    """Its load state."""
+    """The model's load state."""
     return ModelStatus(
         value=entry.status,
         progress=UNSET if entry.progress is None else entry.progress,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.messages import MediaFields
+from cppbatch.chat.media_parts import MediaFields
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import PromptProgress, Timings
@@ -201,7 +201,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
         return (self.text and self.text.format) or TextFormat()
 
     def schema(self) -> Json | bool | None:
-        """As in `SamplingFields`, of `text.format`."""
+        """The schema of `text.format`."""
         if self.response_format:
             raise InvalidRequest("response_format", "belongs to another API; use text.format")
         return one_schema("text.format", self.format.answer_schema(), self)

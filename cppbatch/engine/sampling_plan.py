@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.params import SamplingParams, token_id
-from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import InvalidRequest
 
@@ -31,6 +30,15 @@ class SamplingType(Enum):
     """Top-k, top-p, min-p and temperature, by numpy for all rows at once."""
     CHAIN = "chain"
     """A chain of llama.cpp's samplers, row by row."""
+
+
+class Filters(NamedTuple):
+    """One row's settings. `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+    temperature: float
 
 
 class SamplingPlan(msgspec.Struct, frozen=True):

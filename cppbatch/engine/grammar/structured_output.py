@@ -6,11 +6,9 @@ import itertools
 import json
 import logging
 import re
-import subprocess
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.chat.lark_grammar import OF_TOOL, LazyGrammar
-from cppbatch.child_processes import child_command, start
 from cppbatch.config import available_threads
+from cppbatch.engine.grammar.grammar_check import (
+    QUICK_S,
+    TIMEOUT_S,
+    TOO_COMPLEX,
+    CheckFailed,
+    GrammarChecker,
+    SlowGrammar,
+    TooComplex,
+)
 from cppbatch.engine.params import SamplingParams
-from cppbatch.errors import EngineClosed, InvalidRequest
+from cppbatch.errors import InvalidRequest
 from cppbatch.generation_schema import generation_schema, inner_schemas, not_enforced
 from cppbatch.json_schema import GUIDANCE, find, has_finite_instance
 
@@ -50,7 +56,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()  # str: why it was refused
         self._slow: set[tuple[str, str]] = set()  # grammars that wait for `_patient`
         self._lock = threading.Lock()
-        self._quick, self._patient = GrammarChecker(_QUICK_S), GrammarChecker(_TIMEOUT_S)
+        self._quick, self._patient = GrammarChecker(QUICK_S), GrammarChecker(TIMEOUT_S)
 
     def constraint(self, params: SamplingParams, *, patient: bool = True) -> Constraint | None:
         """A new constraint for a request; None: no grammar. Raises `InvalidRequest` for an invalid grammar, except a
@@ -110,7 +116,7 @@ class GrammarCompiler:
             except RecursionError:
                 return "is nested too deeply"
         compiled = self._try(field, text, checker)
-        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(_TOO_COMPLEX):
+        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(TOO_COMPLEX):
             place, _, reason = compiled.partition(": ") if compiled.startswith("#") else ("", "", compiled)
             is_known = place and find(schema, place) is not None  # in what the client sent
             return f"{place if is_known else self._place(schema, reason, checker)}: {reason}"
@@ -172,7 +178,7 @@ class GrammarCompiler:
             return _unknown_keyword(field, text, str(error)) or _short_reason(str(error))
         from llguidance import LLMatcher  # slow, and most engines never get a grammar
 
-        from cppbatch.engine.sampling.grammar_child import LIMITS
+        from cppbatch.engine.grammar.grammar_child import LIMITS
 
         matcher = LLMatcher(tokenizer, definition, log_level=0, limits=LIMITS)
         matcher.compute_bitmask()  # the first mask is slowest, so not in the step loop
@@ -333,117 +339,3 @@ class GrammarMasks:
                 continue
             np.copyto(row, np.float32(-np.inf), where=is_allowed == 0)
         return errors
-
-
-# --- grammar check ---------------------------------------------------------------------------------------------------
-# Compiles a grammar in a child process first, which is killed if it takes too long.
-#
-# Most grammars take milliseconds. Those that take more than a second are compiled again by another child, so that other
-# requests do not wait for them.
-
-
-_TIMEOUT_S = 10.0
-_QUICK_S = 1.0
-_TOO_COMPLEX = "is too complex"
-
-
-class SlowGrammar(Exception):
-    """The grammar takes too long to compile while others wait; `constraint` with `patient` may compile it."""
-
-
-class CheckFailed(Exception):
-    """The child process died, possibly not because of the grammar."""
-
-
-class TooComplex(ValueError):
-    """Compiling the grammar takes too long."""
-
-
-class GrammarChecker:
-    """Checks grammars in a child process. Thread-safe; one grammar at a time. The first grammar starts the child.
-
-    llguidance limits matching, but not compilation: some grammars take hours or all memory, or overflow the stack,
-    which would crash this process.
-    """
-
-    def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
-        self._child: subprocess.Popen[str] | None = None
-        self._closed = False
-        self._lock = threading.Lock()  # held while the child reads a grammar
-        self._starting = threading.Lock()  # so that none starts after `close` has looked for it
-
-    def definition(self, field: str, text: str) -> str:
-        """The grammar in llguidance's format. `field`: the field of `SamplingParams` with the grammar, `text`.
-
-        Raises `ValueError` with the reason for an invalid grammar (`TooComplex` for one that takes too long),
-        `CheckFailed` if the child died twice, `EngineClosed`, also if `close` is called meanwhile.
-        """
-        with self._lock:
-            line = self._ask(field, text) or self._ask(field, text)
-        if not line:
-            raise CheckFailed(
-                "could not be checked: the process that compiles it died, possibly because it needs too much memory; "
-                "use smaller bounds or fewer alternatives"
-            )
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        definition: str = answer["definition"]
-        return definition
-
-    def _ask(self, field: str, text: str) -> str:
-        """The child's answer, a line of JSON; empty if the child died."""
-        with self._starting:
-            if self._closed:
-                raise EngineClosed("the engine is closed")
-            if self._child is None or self._child.poll() is not None:
-                self._child = _start()
-            child = self._child
-        assert child.stdin
-        assert child.stdout
-        timer = threading.Timer(self._timeout_s, child.kill)
-        timer.start()
-        began = monotonic()
-        try:
-            child.stdin.write(json.dumps([field, text]) + "\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        except BaseException:  # Ctrl-C: its answer would be mistaken for that to the next grammar
-            self._end()
-            raise
-        finally:
-            timer.cancel()
-        if not line:
-            self._end()
-        if not line and monotonic() - began >= self._timeout_s:
-            raise TooComplex(f"{_TOO_COMPLEX}: compiling it takes more than {self._timeout_s:.0f} seconds")
-        return line
-
-    def _end(self) -> None:
-        if self._child:
-            with self._child as child:
-                child.kill()
-            self._child = None
-
-    def close(self) -> None:
-        """Stops the child, also while it reads a grammar (then `definition` raises), and prevents starting another."""
-        with self._starting:
-            self._closed = True
-            if child := self._child:
-                child.kill()
-        with self._lock:
-            self._end()
-
-
-def _start() -> subprocess.Popen[str]:
-    return start(
-        child_command(str(Path(__file__).with_name("grammar_child.py"))),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-    )

@@ -1,0 +1,122 @@
+"""Compiles a grammar in a child process first, which is killed if it takes too long.
+
+Most grammars take milliseconds. Those that take more than a second are compiled again by another child, so that other
+requests do not wait for them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from pathlib import Path
+from time import monotonic
+
+from cppbatch.child_processes import child_command, start
+from cppbatch.errors import EngineClosed
+
+TIMEOUT_S = 10.0
+QUICK_S = 1.0
+TOO_COMPLEX = "is too complex"
+
+
+class SlowGrammar(Exception):
+    """The grammar takes too long to compile while others wait; `constraint` with `patient` may compile it."""
+
+
+class CheckFailed(Exception):
+    """The child process died, possibly not because of the grammar."""
+
+
+class TooComplex(ValueError):
+    """Compiling the grammar takes too long."""
+
+
+class GrammarChecker:
+    """Checks grammars in a child process. Thread-safe; one grammar at a time. The first grammar starts the child.
+
+    llguidance limits matching, but not compilation: some grammars take hours or all memory, or overflow the stack,
+    which would crash this process.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._child: subprocess.Popen[str] | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # held while the child reads a grammar
+        self._starting = threading.Lock()  # so that none starts after `close` has looked for it
+
+    def definition(self, field: str, text: str) -> str:
+        """The grammar in llguidance's format. `field`: the field of `SamplingParams` with the grammar, `text`.
+
+        Raises `ValueError` with the reason for an invalid grammar (`TooComplex` for one that takes too long),
+        `CheckFailed` if the child died twice, `EngineClosed`, also if `close` is called meanwhile.
+        """
+        with self._lock:
+            line = self._ask(field, text) or self._ask(field, text)
+        if not line:
+            raise CheckFailed(
+                "could not be checked: the process that compiles it died, possibly because it needs too much memory; "
+                "use smaller bounds or fewer alternatives"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        definition: str = answer["definition"]
+        return definition
+
+    def _ask(self, field: str, text: str) -> str:
+        """The child's answer, a line of JSON; empty if the child died."""
+        with self._starting:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            if self._child is None or self._child.poll() is not None:
+                self._child = _start()
+            child = self._child
+        assert child.stdin
+        assert child.stdout
+        timer = threading.Timer(self._timeout_s, child.kill)
+        timer.start()
+        began = monotonic()
+        try:
+            child.stdin.write(json.dumps([field, text]) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        except BaseException:  # Ctrl-C: its answer would be mistaken for that to the next grammar
+            self._end()
+            raise
+        finally:
+            timer.cancel()
+        if not line:
+            self._end()
+        if not line and monotonic() - began >= self._timeout_s:
+            raise TooComplex(f"{TOO_COMPLEX}: compiling it takes more than {self._timeout_s:.0f} seconds")
+        return line
+
+    def _end(self) -> None:
+        if self._child:
+            with self._child as child:
+                child.kill()
+            self._child = None
+
+    def close(self) -> None:
+        """Stops the child, also while it reads a grammar (then `definition` raises), and prevents starting another."""
+        with self._starting:
+            self._closed = True
+            if child := self._child:
+                child.kill()
+        with self._lock:
+            self._end()
+
+
+def _start() -> subprocess.Popen[str]:
+    return start(
+        child_command(str(Path(__file__).with_name("grammar_child.py"))),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+    )
