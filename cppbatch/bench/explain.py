@@ -18,7 +18,7 @@ from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.ideal import LOST, BareCosts, StepWork, TimeSplit
 from cppbatch.engine.observe.trace import TRACKS
 from cppbatch.engine.runtime import Computation, Runtime, load_runtime
-from cppbatch.engine.steps import StepBudget
+from cppbatch.engine.step_budget import StepBudget
 from cppbatch.errors import ConfigError
 from cppbatch.llama import Batch
 from cppbatch.sizing.machine import this_machine

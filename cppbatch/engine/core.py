@@ -22,10 +22,12 @@ from cppbatch.engine.request import FinishReason, GenerationRequest, ResumeState
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Sampler, SamplerOutput
 from cppbatch.engine.sampling.sampler import Pooler
-from cppbatch.engine.scheduler import Chunk, PoolingScheduler, Scheduler, StepPlan
+from cppbatch.engine.scheduler import PoolingScheduler, Scheduler
 from cppbatch.engine.sequence import Seq, StepOutput
 from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
-from cppbatch.engine.steps import StepBudgets
+from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.step_plan import Chunk, StepPlan
+from cppbatch.engine.step_shape import step_shape
 from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
@@ -129,18 +131,22 @@ class EngineCore:
             waits_for_room=prepares_beside_steps,
         )
         self._speculator = _speculator(config, runtime)
+        shape = step_shape(
+            self.kv,
+            on_gpu=runtime.on_gpu,
+            min_rows=runtime.min_rows,
+            may_pad=runtime.may_pad,
+            step_tokens=context.n_batch,
+            ubatch_tokens=context.n_ubatch,
+            max_draft_rows=max_draft_rows(info.n_vocab),
+        )
         new_scheduler = policy or (PoolingScheduler if info.pooling else Scheduler)
         self.scheduler = new_scheduler(
             self.kv,
             budgets=budgets,
-            step_tokens=context.n_batch,
-            ubatch_tokens=context.n_ubatch,
+            shape=shape,
             n_parallel=config.n_parallel,
-            may_pad=runtime.may_pad,
-            on_gpu=runtime.on_gpu,
-            min_rows=runtime.min_rows,
             speculator=self._speculator,
-            max_draft_rows=max_draft_rows(info.n_vocab),
         )
         self._sampler = (
             Pooler(context, each_token=info.pooling == "none") if info.pooling else Sampler(runtime.vocab, context)
