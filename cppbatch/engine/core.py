@@ -142,11 +142,7 @@ class EngineCore:
         )
         new_scheduler = policy or (PoolingScheduler if info.pooling else Scheduler)
         self.scheduler = new_scheduler(
-            self.kv,
-            budgets=budgets,
-            shape=shape,
-            n_parallel=config.n_parallel,
-            speculator=self._speculator,
+            self.kv, budgets=budgets, shape=shape, n_parallel=config.n_parallel, speculator=self._speculator
         )
         self._sampler = (
             Pooler(context, each_token=info.pooling == "none") if info.pooling else Sampler(runtime.vocab, context)

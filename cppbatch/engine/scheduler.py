@@ -8,7 +8,10 @@
 | which sequence is preempted for one of higher priority | `Scheduler._preempt_for` |
 | which prompt is computed first | `Scheduler._in_turn` |
 | when background work pauses | `Scheduler._may_compute` |
-| which rows and sizes of pieces are computed fast | `step_shape.StepShape` |
+| which padding rows make a step faster | `StepShape.pad`, `_join_rows` |
+| which sequence moves so that decode rows are adjacent | `StepShape._close_gaps` |
+| which sizes of prompt pieces are computed fast | `StepShape.piece`, `whole_budget` |
+| which padding rows prevent ubatches that are too small | `FixedRows._batch` |
 """
 
 from __future__ import annotations

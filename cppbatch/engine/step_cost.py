@@ -21,8 +21,8 @@ _SHAPE_WEIGHT = 0.1  # of a new measurement in the shape, once a number of rows 
 _MAX_OVERRUN = 0.25  # a step longer than expected counts as at most this fraction longer: probably a disturbance
 _MAX_NEW_RATIO = 2.0  # times the expected time, at most, that a number of rows with few measurements counts
 _MAX_PADDED_TIME = 0.98  # padded rows must take less than this fraction of the time
-_TRUSTED_STEPS = 3  # steps before the time of a number of rows is used in comparisons
-_SETTLED_STEPS = 10  # steps with a number of rows before they change the level with full weight
+_KNOWN_STEPS = 3  # with a number of rows, before its time is used in comparisons
+_SURE_STEPS = 10  # with a number of rows, before they change the level with full weight
 _MAX_STALE = 0.4  # weight in the shape of a number of rows that was not measured for long
 _STALE_PER_STEP = 1 / 80
 _RETRY_STEPS = 64  # steps with a number of rows; then one with another number in turn, to update its time
@@ -79,7 +79,7 @@ class StepCost:
 
     def is_learning(self, groups: Groups) -> bool:
         """Whether one of these numbers of rows has been measured, but not often enough."""
-        return any(n in self._shape and self._seen[n] < _TRUSTED_STEPS for n in groups)
+        return any(n in self._shape and self._seen[n] < _KNOWN_STEPS for n in groups)
 
     def rows_s(self, groups: Groups) -> float:
         """Seconds of a step of these rows without prompt tokens; call it when `knows_rows`."""
@@ -101,7 +101,7 @@ class StepCost:
         own = self._shape.get(n)
         if own is None:
             return self._between(n)
-        return own if self._seen[n] >= _TRUSTED_STEPS else min(own, self._between(n))
+        return own if self._seen[n] >= _KNOWN_STEPS else min(own, self._between(n))
 
     def _between(self, n: int) -> float:
         """Interpolates between known numbers of rows. Beyond the largest, additional rows cost as much as prompt
@@ -141,7 +141,7 @@ class StepCost:
             known = self._shape | {n: seconds / self._level * n / sum(groups) for n in unknown}
             self._shape, self._counts = known, self._counts or sorted(known)  # at once: Ctrl-C may interrupt a step
             return
-        if new := {n for n in groups if self._seen[n] < _TRUSTED_STEPS}:
+        if new := {n for n in groups if self._seen[n] < _KNOWN_STEPS}:
             self._observe_new(new, groups, seconds)
             return
         relative = self.relative(groups)
@@ -149,9 +149,7 @@ class StepCost:
         self._errors = [*self._errors[-2:], error]
         self._n_observed += 1
         stale = max(min(_MAX_STALE, (self._n_observed - self._observed_at.get(n, 0)) * _STALE_PER_STEP) for n in groups)
-        weight = (
-            _LEVEL_WEIGHT * min(1.0, min(self._seen[n] for n in groups) / _SETTLED_STEPS) * (1 - stale / _MAX_STALE)
-        )
+        weight = _LEVEL_WEIGHT * min(1.0, min(self._seen[n] for n in groups) / _SURE_STEPS) * (1 - stale / _MAX_STALE)
         self._level *= 1 + weight * sorted(self._errors)[len(self._errors) // 2]
         self._decode_level *= 1 + _LEVEL_WEIGHT * min(decode_s / (self._decode_level * relative) - 1, _MAX_OVERRUN)
         best = self._best_level + _BEST_LEVEL_RISE * (self._decode_level - self._best_level)
@@ -173,13 +171,13 @@ class StepCost:
             else:
                 self._shape[n] = self._relative(n) * (1 + 0.5 * error)
             self._seen[n] += 1
-            if self._seen[n] == _TRUSTED_STEPS:
+            if self._seen[n] == _KNOWN_STEPS:
                 self._counts = sorted({*self._counts, n})
 
     def seed(self, rows_s: Iterable[tuple[int, float]]) -> None:
         """Starts with earlier measurements: numbers of rows with their seconds."""
         for n, seconds in rows_s:
-            self._shape[n], self._seen[n] = seconds, _TRUSTED_STEPS
+            self._shape[n], self._seen[n] = seconds, _KNOWN_STEPS
         self._counts = sorted(self._shape)
 
     def rows_to_compute(self, n: int, most: int) -> int:
@@ -193,7 +191,7 @@ class StepCost:
         self._steps[n] += 1
         candidates = [n, *dict.fromkeys(tiles)]
         for candidate in candidates:
-            if self._seen[candidate] < _TRUSTED_STEPS:
+            if self._seen[candidate] < _KNOWN_STEPS:
                 return candidate
         turn, rest = divmod(self._steps[n], _RETRY_STEPS)
         if rest == 0:
@@ -208,10 +206,8 @@ class StepCost:
 
     def _is_flat(self, n: int) -> bool:
         """Whether rows are almost free here, as on a GPU; known once a quarter of `n` rows has been measured."""
-        few = [known for known in self._counts if 4 * known <= n and self._seen[known] >= _TRUSTED_STEPS]
-        return (
-            bool(few) and self._seen[n] >= _TRUSTED_STEPS and self._relative(n) < _FLAT_RATIO * self._relative(few[-1])
-        )
+        few = [known for known in self._counts if 4 * known <= n and self._seen[known] >= _KNOWN_STEPS]
+        return bool(few) and self._seen[n] >= _KNOWN_STEPS and self._relative(n) < _FLAT_RATIO * self._relative(few[-1])
 
     # --- prompt tokens ------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,4 @@
-"""The shape of steps: which rows and pieces of prompts llama.cpp computes fast for the sequences that a step serves.
-
-| rule | method |
-|---|---|
-| which padding rows make a step faster | `StepShape.pad`, `_join_rows` |
-| which sequence moves so that decode rows are adjacent | `StepShape._close_gaps` |
-| which size of a prompt piece is computed fast | `StepShape.piece`, `whole_budget` |
-| which padding rows prevent ubatches that are too small | `FixedRows._batch` |
-"""
+"""The shape of steps: which rows and pieces of prompts llama.cpp computes fast for the sequences that a step serves."""
 
 from __future__ import annotations
 
@@ -30,7 +22,8 @@ from cppbatch.engine.step_plan import Chunk, StepPlan
 _GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
 _MAX_GAIN_STEPS = 64  # steps for which closing a gap is expected to pay off, at most
 _MIN_BUDGET_TOKENS = 4  # prompt tokens that stay after rounding down to whole tiles
-_TILED_FROM_TOKENS = 512  # after that many, a tile of the attention takes about as long as three quarters of it
+_TILED_FROM_TOKENS = 512  # of a prompt; after that many, a tile of the attention takes about as long as ...
+_TILE_PART = 0.75  # ... this part of it, so a piece that has this part is filled up
 
 
 class StepShape:
@@ -47,15 +40,9 @@ class StepShape:
     _joins_prompts = True  # whether a prompt may have a token among the rows
 
     def __init__(
-        self,
-        kv: KVPool,
-        *,
-        step_tokens: int,
-        ubatch_tokens: int | None = None,
-        may_pad: bool = False,
-        max_draft_rows: int = 256,
+        self, kv: KVPool, *, step_tokens: int, ubatch_tokens: int = 0, may_pad: bool = False, max_draft_rows: int = 256
     ) -> None:
-        """`step_tokens`: maximum tokens per step. `ubatch_tokens`: tokens that llama.cpp computes at once; None: the
+        """`step_tokens`: maximum tokens per step. `ubatch_tokens`: tokens that llama.cpp computes at once; 0: the
         same. `may_pad`: whether to add padding rows to steps. `max_draft_rows`: maximum rows of a step with drafts, all
         of which have logits.
         """
@@ -183,18 +170,14 @@ class StepShape:
         n_among_rows = int(has_rows and n > 1)
         n = self._whole_ubatches(n - n_among_rows)
         if sequence.n_computed >= _TILED_FROM_TOKENS and not sequence.is_scored:
-            n = self._whole_attention_tile(n, min(room, n_left) - n_among_rows)
+            tile, most = self._kv.attention_tile, min(room, n_left) - n_among_rows
+            n = tile if _TILE_PART * tile <= n < tile <= min(most, self._ubatch_tokens) else n
         return n_among_rows + n
 
     def _whole_ubatches(self, n: int) -> int:
         """The largest multiple of the ubatch size within `n` tokens: on a GPU, a small remainder costs as much as many
         tokens. Below one ubatch, whole tiles."""
         return n - n % self._ubatch_tokens if n > self._ubatch_tokens else whole_tiles(n)
-
-    def _whole_attention_tile(self, n: int, most: int) -> int:
-        """`n` tokens of a long prompt, or a tile of the attention (at most `most` tokens), if `n` are most of it."""
-        tile = self._kv.attention_tile
-        return tile if 0.75 * tile <= n < tile <= min(most, self._ubatch_tokens) else n
 
     # --- the batch --------------------------------------------------------------------------------------------------
 
