@@ -111,7 +111,7 @@ class EngineCore:
             cached_share=runtime.cached_share,
             # Moved cells are not exact: whether they are moved depends on the other sequences.
             shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
-            on_gpu=runtime.on_gpu,
+            on_gpu=info.on_gpu,
             places=_checkpoint_places(config, runtime),
             open_disk=_disk_opener(config, runtime, key, budgets),
             token_s=budgets.prompt_token_s,
@@ -133,7 +133,7 @@ class EngineCore:
         self._speculator = _speculator(config, runtime)
         shape = step_shape(
             self.kv,
-            on_gpu=runtime.on_gpu,
+            on_gpu=info.on_gpu,
             min_rows=runtime.min_rows,
             may_pad=runtime.may_pad,
             step_tokens=context.n_batch,

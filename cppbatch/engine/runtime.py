@@ -124,8 +124,6 @@ class Runtime(msgspec.Struct, frozen=True):
     """Fraction of the cells that cached prefixes may hold."""
     may_pad: bool = False
     """Whether steps may have padding rows; False only in tests."""
-    on_gpu: bool = False
-    """Whether layers run on a GPU, where rows are almost free, but ubatches are not."""
     min_rows: int = 1
     """Minimum tokens, and rows of logits if any, of a ubatch. With `deterministic`, above 1 if fewer would use another
     kernel, which adds in a different order."""
@@ -398,7 +396,6 @@ def _open_runtime(
         close,
         share,
         may_pad=True,
-        on_gpu=model.on_gpu,
         min_rows=min_rows,
         threads=threads,
         proposers=_proposers(config, model) if wants_drafts and not _samples_one_row(context) else [],

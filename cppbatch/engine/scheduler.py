@@ -208,7 +208,7 @@ class Scheduler:
         shape, cost = self._shape, step_budget.cost
         is_alone = not self.waiting and len(self.running) == len(rows)
         rows, beside = shape.choose_rows(plan, rows, prompts, cost, is_alone=is_alone)
-        prefill = self._prefill(prompts, step_budget, shape.padded(plan.row_groups), len(rows), decoding)
+        prefill = self._prefill(prompts, step_budget, plan.row_groups, len(rows), decoding)
         if not (rows or prefill):
             return False
         chunks, n_padding = [(s, 1) for s in rows], 0
@@ -266,14 +266,15 @@ class Scheduler:
     ) -> list[Chunk]:
         """Pieces of these prompts, as many as the step budget and the free cells allow alongside decode rows.
 
-        `prefilling`: in order of rank, with the same adapters. `groups`: decode rows of this step, including padding.
-        `n_decode`: the same without padding. `decoding`: all decoding sequences that may compute, including those of
+        `prefilling`: in order of rank, with the same adapters. `groups`: as `StepPlan.row_groups`. `n_decode`: decode
+        rows of this step, without padding. `decoding`: all decoding sequences that may compute, including those of
         other adapter sets. Cells for their next tokens stay free, but not those for paused background sequences, which
         are preempted if cells run out.
         """
         if not prefilling:
             return []
         n_decoding, shape = len(decoding), self._shape
+        groups = shape.padded(groups)
         prefilling, long, budget = self._prompt_budget(prefilling, step_budget, groups, n_decode, decoding)
         chunks: list[Chunk] = []
         room = self._step_tokens - sum(groups)
