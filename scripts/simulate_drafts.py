@@ -30,7 +30,7 @@ from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
-from cppbatch.engine.steps import StepCost
+from cppbatch.engine.step_cost import StepCost
 
 STEP_MS = {1: 10.4, 4: 13.6, 8: 17.8, 16: 26.0, 32: 43.0, 64: 76.0, 128: 143.0, 256: 280.0}
 """Per number of rows: BF16, two AVX-512 cores, per-sequence layout, flash attention (0033; 256 is extrapolated)."""

@@ -27,7 +27,7 @@ from cppbatch import GenerationRequest
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
-from cppbatch.engine.steps import Groups, StepCost
+from cppbatch.engine.step_cost import Groups, StepCost
 from cppbatch.llama import Batch, HeadBatch
 
 DRAFT_MAX = 16

@@ -11,7 +11,7 @@ import msgspec
 from cppbatch.bench.report import Column, Report, new_figure
 from cppbatch.engine.ideal import LOST, BareCosts, StepWork, TimeSplit
 from cppbatch.engine.observe.trace import TRACKS
-from cppbatch.engine.steps import StepBudget
+from cppbatch.engine.step_budget import StepBudget
 from cppbatch.errors import ConfigError
 from cppbatch.sizing.machine import this_machine
 

@@ -22,10 +22,12 @@ from cppbatch.engine.request import FinishReason, GenerationRequest, ResumeState
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Sampler, SamplerOutput
 from cppbatch.engine.sampling.sampler import Pooler
-from cppbatch.engine.scheduler import Chunk, PoolingScheduler, Scheduler, StepPlan
+from cppbatch.engine.scheduler import PoolingScheduler, Scheduler
 from cppbatch.engine.sequence import Seq, StepOutput
 from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
-from cppbatch.engine.steps import StepBudgets
+from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.step_plan import Chunk, StepPlan
+from cppbatch.engine.step_shape import step_shape
 from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
@@ -109,7 +111,7 @@ class EngineCore:
             cached_share=runtime.cached_share,
             # Moved cells are not exact: whether they are moved depends on the other sequences.
             shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
-            on_gpu=runtime.on_gpu,
+            on_gpu=info.on_gpu,
             places=_checkpoint_places(config, runtime),
             open_disk=_disk_opener(config, runtime, key, budgets),
             token_s=budgets.prompt_token_s,
@@ -129,18 +131,18 @@ class EngineCore:
             waits_for_room=prepares_beside_steps,
         )
         self._speculator = _speculator(config, runtime)
-        new_scheduler = policy or (PoolingScheduler if info.pooling else Scheduler)
-        self.scheduler = new_scheduler(
+        shape = step_shape(
             self.kv,
-            budgets=budgets,
+            on_gpu=info.on_gpu,
+            min_rows=runtime.min_rows,
+            may_pad=runtime.may_pad,
             step_tokens=context.n_batch,
             ubatch_tokens=context.n_ubatch,
-            n_parallel=config.n_parallel,
-            may_pad=runtime.may_pad,
-            on_gpu=runtime.on_gpu,
-            min_rows=runtime.min_rows,
-            speculator=self._speculator,
             max_draft_rows=max_draft_rows(info.n_vocab),
+        )
+        new_scheduler = policy or (PoolingScheduler if info.pooling else Scheduler)
+        self.scheduler = new_scheduler(
+            self.kv, budgets=budgets, shape=shape, n_parallel=config.n_parallel, speculator=self._speculator
         )
         self._sampler = (
             Pooler(context, each_token=info.pooling == "none") if info.pooling else Sampler(runtime.vocab, context)

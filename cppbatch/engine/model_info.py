@@ -46,7 +46,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling: str
     """Where the most likely tokens are selected: `host` (CPU) or `backend` (device)."""
     on_gpu: bool = False
-    """Whether layers compute on a GPU."""
+    """Whether layers compute on a GPU, where rows are almost free, but ubatches are not."""
     not_repacked: str | None = None
     """A sentence, if the engine found that the weights are faster without repacking."""
     n_ctx_train: int

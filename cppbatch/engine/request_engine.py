@@ -26,8 +26,9 @@ from cppbatch.engine.request import (
     TokenPiece,
 )
 from cppbatch.engine.runtime import Runtime
-from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.step_plan import StepPlan
 from cppbatch.engine.turns import Result, Turns
 from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.llama import apply_builtin_template

@@ -77,8 +77,8 @@ from cppbatch.llama.vocab import Vocab
 
 log = logging.getLogger("cppbatch.engine")
 
-_FEW_TOKENS = 32_768  # of a vocabulary: copying and reading whole rows takes less time than selecting on the GPU
-_LOGITS_BYTES = 64 << 20
+_MAX_HOST_TOKENS = 32_768  # of a vocabulary: copying and reading such rows takes less time than selecting on the GPU
+_SCORED_LOGITS_BYTES = 64 << 20  # that a GPU reserves for the rows of scored prompts
 _CACHED_SHARE_ON_CPU = 1 / 16  # attention is more expensive there, and restoring a prefix from host memory is cheap
 
 
@@ -124,8 +124,6 @@ class Runtime(msgspec.Struct, frozen=True):
     """Fraction of the cells that cached prefixes may hold."""
     may_pad: bool = False
     """Whether steps may have padding rows; False only in tests."""
-    on_gpu: bool = False
-    """Whether layers run on a GPU, where rows are almost free, but ubatches are not."""
     min_rows: int = 1
     """Minimum tokens, and rows of logits if any, of a ubatch. With `deterministic`, above 1 if fewer would use another
     kernel, which adds in a different order."""
@@ -316,7 +314,7 @@ def _with_head(runtime: Runtime, head: RowProposer) -> Runtime:
 
 
 def _with_row_draft(runtime: Runtime, head: RowProposer) -> Runtime:
-    """As `_with_head`; the draft model's context refers to that of the model, which a switch recreates."""
+    """Adds a draft model that reads hidden rows: its context refers to that of the model, which a switch recreates."""
     layouts = runtime.layouts
     if layouts:
         change = layouts.change
@@ -383,13 +381,12 @@ def _open_runtime(
         context.use_threads(threads.now())  # also for the probes below
     if pooling := _pooling(config, model):
         return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close, threads=threads)
-    on_gpu = _on_gpu(config)
-    min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
+    min_rows = _min_rows(context) if config.deterministic else 1
     sharing = _sharing(config, context)
-    wants_drafts = may_draft(config)
+    wants_drafts = may_draft(config, model)
     if samples_on_device(config, model):
-        _sample_on_device(config, context, on_gpu=on_gpu)
-    share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
+        _sample_on_device(config, context)
+    share = CACHED_SHARE if model.on_gpu else _CACHED_SHARE_ON_CPU
     info = _info(model, context, config, min_rows=min_rows)
     runtime = Runtime(
         context,
@@ -399,7 +396,6 @@ def _open_runtime(
         close,
         share,
         may_pad=True,
-        on_gpu=on_gpu,
         min_rows=min_rows,
         threads=threads,
         proposers=_proposers(config, model) if wants_drafts and not _samples_one_row(context) else [],
@@ -409,7 +405,7 @@ def _open_runtime(
     if not switches(config, model):
         return runtime
     shares_cells = sharing in ("cells", "copy")  # probed when the engine changes to the unified layout
-    n_cached = round(share * unified_cells(config)) if shares_cells and not on_gpu else None
+    n_cached = round(share * unified_cells(config)) if shares_cells and not model.on_gpu else None
     layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), n_cached)
     return replace(runtime, layouts=layouts)
 
@@ -429,10 +425,10 @@ def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
     return settings
 
 
-def may_draft(config: EngineConfig) -> bool:
+def may_draft(config: EngineConfig, model: Model) -> bool:
     """Whether to use drafts. On a GPU, only if requested: drafts from earlier text made repetitive texts up to 1.4
     times as fast there, but free text up to 16% slower, and they rule out sampling on the GPU."""
-    return config.spec != "off" and (config.spec != "auto" or bool(config.draft_model) or not _on_gpu(config))
+    return config.spec != "off" and (config.spec != "auto" or bool(config.draft_model) or not model.on_gpu)
 
 
 def samples_on_device(config: EngineConfig, model: Model) -> bool:
@@ -447,7 +443,8 @@ def samples_on_device(config: EngineConfig, model: Model) -> bool:
                 f"{model.path.name}; use 'host'"
             )
         return False
-    is_better = _on_gpu(config) and not may_draft(config) and (model.vocab.n_tokens > _FEW_TOKENS or bool(config.rpc))
+    has_long_rows = model.vocab.n_tokens > _MAX_HOST_TOKENS or bool(config.rpc)
+    is_better = model.on_gpu and not may_draft(config, model) and has_long_rows
     return config.sampling == "backend" or (config.sampling == "auto" and is_better)
 
 
@@ -458,12 +455,12 @@ def _sharing(config: EngineConfig, context: Context) -> Sharing:
     return probe_prefix_sharing(context) if config.rpc else find_prefix_sharing(context, config)
 
 
-def _sample_on_device(config: EngineConfig, context: Context, *, on_gpu: bool) -> None:
+def _sample_on_device(config: EngineConfig, context: Context) -> None:
     """Enables backend sampling, unless the device does not support it or its driver crashes. Raises `LlamaError` if it
     is not `auto`."""
     is_requested = config.sampling == "backend"
     crash = None
-    if on_gpu and not config.rpc:  # on an RPC worker, only llama.cpp's server would crash
+    if context.model.on_gpu and not config.rpc:  # on an RPC worker, only llama.cpp's server would crash
         n_vocab = context.model.vocab.n_tokens
         crash = find_sampling_crash(n_vocab, config.device, config.device_names, tries_again=is_requested)
     if not crash and context.enable_backend_sampling():
@@ -540,7 +537,7 @@ class _LayoutSettings(TypedDict):
 def _layout_settings(config: EngineConfig, model: Model, layout: KvLayout) -> _LayoutSettings:
     streams_of_a_switching_engine = layout == "per-sequence" and switches(config, model)
     n_ctx = stream_cells(config) * config.n_parallel if streams_of_a_switching_engine else config.n_ctx
-    flash_attn = choose_flash_attn(config, layout, on_gpu=_on_gpu(config), has_amx=Backend.get().has_amx)
+    flash_attn = choose_flash_attn(config, layout, on_gpu=model.on_gpu, has_amx=Backend.get().has_amx)
     return _LayoutSettings(n_ctx=n_ctx, kv_unified=layout == "unified", flash_attn=flash_attn)
 
 
@@ -573,24 +570,24 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         n_threads=config.n_threads or available_threads(),
         type_k=choose_cache_type(config, config.cache_type_k),
         type_v=choose_cache_type(config, config.cache_type_v),
-        n_rollback=config.draft_max if may_draft(config) else 0,
+        n_rollback=config.draft_max if may_draft(config, model) else 0,
         swa_full=config.swa_full,
-        n_outputs=_n_outputs(config, model.vocab.n_tokens) if _on_gpu(config) else 0,
+        n_outputs=_n_outputs(config, model) if model.on_gpu else 0,
         **settings,
     )
 
 
-def _n_outputs(config: EngineConfig, n_vocab: int) -> int:
+def _n_outputs(config: EngineConfig, model: Model) -> int:
     """Rows of logits for which a GPU reserves memory, in place of a row for each token of a ubatch: those of a step,
     and what little memory holds for scored prompts."""
-    of_step = config.n_parallel * (1 + config.draft_max * may_draft(config))
-    return max(of_step, _LOGITS_BYTES // (4 * n_vocab))
+    of_step = config.n_parallel * (1 + config.draft_max * may_draft(config, model))
+    return max(of_step, _SCORED_LOGITS_BYTES // (4 * model.vocab.n_tokens))
 
 
-def _min_rows(context: Context, *, on_gpu: bool) -> int:
+def _min_rows(context: Context) -> int:
     """The minimum rows of a ubatch for the same bits in any batch. Raises `ModelError` if no number suffices."""
     name = context.model.path.name
-    if on_gpu:
+    if context.model.on_gpu:
         raise ModelError(
             f"{setting_name('deterministic')} works on a CPU only; set {setting_name('n_gpu_layers')} to 0, or leave "
             "it out"
@@ -618,7 +615,7 @@ def _fill_in(vocab: Vocab) -> FillIn | None:
 
 
 def _on_gpu(config: EngineConfig) -> bool:
-    """Whether layers run on a GPU. RPC workers count as GPUs: there, too, rows are cheap relative to ubatches."""
+    """`Model.on_gpu`, for what is decided before the model is loaded."""
     return Backend.get().offloads(config.n_gpu_layers, config.rpc)
 
 
@@ -658,7 +655,7 @@ def _pooling_context(config: EngineConfig, model: Model, pooling: Pooling) -> Co
         n_batch=step,
         n_seq_max=config.n_parallel,
         n_threads=config.n_threads or available_threads(),
-        flash_attn=choose_flash_attn(config, "unified", on_gpu=_on_gpu(config), has_amx=Backend.get().has_amx),
+        flash_attn=choose_flash_attn(config, "unified", on_gpu=model.on_gpu, has_amx=Backend.get().has_amx),
         type_k=config.cache_type_k,
         type_v=config.cache_type_v,
         pooling=pooling,
@@ -685,7 +682,7 @@ def _info(
         n_ctx=n_ctx,
         kv_layout="auto" if is_switching else _layout(context),
         not_repacked=None if model.repack else _why_not_repacked(config),
-        on_gpu=_on_gpu(config),
+        on_gpu=model.on_gpu,
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
         max_sequence=min(

@@ -47,6 +47,8 @@ class Model:
 
     control_vector_layers: tuple[int, ...] = ()
     """The first and the last layer that control vectors apply to; (): all."""
+    on_gpu: bool
+    """Whether layers run on a GPU. RPC workers count as GPUs: there, too, rows are cheap relative to ubatches."""
 
     def __init__(
         self,
@@ -105,7 +107,6 @@ class Model:
         params.n_gpu_layers, params.use_extra_bufts, params.load_mtp = n_gpu_layers, repack, load_head
         self.has_head = load_head
         """Whether the draft head of the file is loaded (`HeadContext`)."""
-        self.no_alloc = no_alloc
         params.split_mode, params.main_gpu = _SPLIT_MODES.index(split_mode), main_gpu
         params.no_host, params.check_tensors = no_host, check_tensors
         params.kv_overrides = _override_array(self._overrides)
@@ -114,6 +115,7 @@ class Model:
             check_gpu(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
         check_model(self.path)
+        self.no_alloc, self.on_gpu = no_alloc, Backend.get().offloads(n_gpu_layers, rpc)
         self._devices = ModelDevices(rpc, devices, tensor_split, overrides)
         self._devices.set_in(params)
         if no_alloc:

@@ -306,11 +306,11 @@ def _output_rows(config: EngineConfig, model: Model, context: Context) -> Iterat
     if context.is_pooled:  # llama.cpp computes logits of every token
         yield Buffer("output", "CPU", (context.n_batch - context.n_seq_max) * (row + model.n_embd * _FLOAT_BYTES))
         return
-    on_device = Backend.get().offloads(config.n_gpu_layers, config.rpc) and config.sampling != "host"
+    on_device = model.on_gpu and config.sampling != "host"
     if on_device:  # candidates, logits and probabilities: a row each
         yield Buffer("output", "CPU", 3 * config.n_parallel * row)
     yield Buffer("engine", "CPU", config.n_parallel * row)
-    if may_draft(config) and (not model.is_recurrent or model.most_snapshots):
+    if may_draft(config, model) and (not model.is_recurrent or model.most_snapshots):
         n_drafted = min(
             config.n_ubatch, config.n_parallel * (1 + config.draft_max), max_draft_rows(model.vocab.n_tokens)
         )

@@ -14,8 +14,9 @@ import numpy as np
 
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import SeqStatus
+from cppbatch.engine.step_plan import StepPlan
 from fleet.conversations import Conversation, Load, conversations
 from fleet.simulated_request import SimulatedRequest
 from fleet.simulation import FleetRun

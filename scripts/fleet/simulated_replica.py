@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.kv.pool import KVPool
-from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.steps import StepBudgets
+from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.step_plan import StepPlan
+from cppbatch.engine.step_shape import step_shape
 from fleet.simulated_request import SimulatedRequest
 from fleet.step_times import StepTimes
 
@@ -127,15 +129,10 @@ class SimulatedReplica:
             token_s=budgets.prompt_token_s,
             clock=lambda: self.memory.spent_s,
         )
-        self.scheduler = Scheduler(
-            self.kv,
-            budgets=budgets,
-            step_tokens=times.n_batch,
-            n_parallel=times.n_parallel,
-            ubatch_tokens=times.n_ubatch,
-            may_pad=True,
-            on_gpu=times.on_gpu,
+        shape = step_shape(
+            self.kv, on_gpu=times.on_gpu, may_pad=True, step_tokens=times.n_batch, ubatch_tokens=times.n_ubatch
         )
+        self.scheduler = Scheduler(self.kv, budgets=budgets, shape=shape, n_parallel=times.n_parallel)
         self.n_requests = 0
         """Unfinished."""
         self.busy_s = 0.0

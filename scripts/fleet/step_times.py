@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import SeqStatus
+from cppbatch.engine.step_plan import StepPlan
 
 Curve = list[tuple[int, float]]
 """Numbers of tokens, rising, with milliseconds."""

@@ -14,7 +14,7 @@ from cppbatch import BatchInferenceEngine, Completion, SamplingParams, findings
 from cppbatch.child_processes import child_command
 from cppbatch.config import KvLayout
 from cppbatch.errors import LlamaError, ModelError
-from cppbatch.llama import Batch, Context, Model, probes, selfcheck
+from cppbatch.llama import Backend, Batch, Context, Model, probes, selfcheck
 from cppbatch.llama.library import C
 from cppbatch.llama.selfcheck import Failure
 from tests.unit.test_device_sampling import FROM_ALL_LOGITS, FROM_CANDIDATES
@@ -135,8 +135,8 @@ def test_the_device_finds_the_most_likely_tokens_of_a_model_with_a_window_in_bat
 def test_the_host_samples_from_a_model_with_recurrent_states_whose_candidates_llama_cpp_mixes_up(
     tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
-    monkeypatch.setattr("cppbatch.engine.runtime._FEW_TOKENS", 100)
+    monkeypatch.setattr(Backend, "offloads", lambda *settings: True)
+    monkeypatch.setattr("cppbatch.engine.runtime._MAX_HOST_TOKENS", 100)
     with BatchInferenceEngine(tiny_hybrid, n_ctx=512, n_threads=1) as engine:
         assert engine.info.sampling == "host"
     with pytest.raises(ModelError, match=r"sampling \(--sampling\) is 'backend', but .*; use 'host'"):
@@ -156,8 +156,8 @@ def test_the_host_samples_from_a_model_with_recurrent_states_whose_candidates_ll
 def test_a_gpu_samples_unless_drafts_are_requested(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], sampling: str, drafts: bool
 ) -> None:
-    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
-    monkeypatch.setattr("cppbatch.engine.runtime._FEW_TOKENS", 100)
+    monkeypatch.setattr(Backend, "offloads", lambda *settings: True)
+    monkeypatch.setattr("cppbatch.engine.runtime._MAX_HOST_TOKENS", 100)
     with BatchInferenceEngine(tiny_llama, n_ctx=2048, n_parallel=4, n_threads=1, **settings) as engine:
         assert engine.info.sampling == sampling
         assert bool(engine.core.runtime.proposers) == drafts
@@ -175,8 +175,8 @@ def test_a_driver_that_crashes_when_it_samples_costs_a_child_process_once(
 
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path)
     monkeypatch.setattr("cppbatch.engine.runtime.find_sampling_crash", probes.find_sampling_crash)
-    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
-    monkeypatch.setattr("cppbatch.engine.runtime._FEW_TOKENS", 100)
+    monkeypatch.setattr(Backend, "offloads", lambda *settings: True)
+    monkeypatch.setattr("cppbatch.engine.runtime._MAX_HOST_TOKENS", 100)
     monkeypatch.setattr(selfcheck, "run_child", crash)
     settings: dict[str, Any] = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_the_trial_of_sampling_passes_on_a_device_that_samples() -> None:
 
 
 def test_a_gpu_leaves_short_rows_of_logits_to_the_host(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
+    monkeypatch.setattr(Backend, "offloads", lambda *settings: True)
     with BatchInferenceEngine(tiny_llama, n_ctx=512, n_threads=1) as engine:
         assert engine.info.sampling == "host"
 
@@ -207,7 +207,7 @@ def test_on_a_gpu_equal_prompts_in_streams_are_computed_once_and_copied_there(
     prompts = ["one for all and " * 6 + str(i) for i in range(4)]
 
     def results(on_gpu: bool) -> list[Completion]:
-        monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: on_gpu)
+        monkeypatch.setattr(Backend, "offloads", lambda *settings: on_gpu)
         with BatchInferenceEngine(
             tiny_llama, n_ctx=2048, n_parallel=4, n_threads=1, kv_layout="per-sequence", flash_attn="off", spec="off",
             sampling="host", cache_type_k="f32", cache_type_v="f32",

@@ -22,7 +22,7 @@ from cppbatch.engine.speculation import draft_model, runtimes, speculator
 from cppbatch.engine.speculation.chain_proposer import ChainProposer
 from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.proposer import Draft
-from cppbatch.engine.steps import StepCost
+from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import LlamaError, ModelError, OutOfRange
 from cppbatch.llama import Backend, Batch, Context, HeadContext, Model, library
 from cppbatch.models.inspect import inspect_model

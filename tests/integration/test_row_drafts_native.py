@@ -22,7 +22,7 @@ from cppbatch.engine.speculation import draft_model, speculator
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.engine.speculation.runtimes import choose_row_draft
-from cppbatch.engine.steps import StepCost
+from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import ConfigError, LlamaError, ModelError, OutOfRange
 from cppbatch.llama import (
     AssistantContext,

@@ -641,7 +641,7 @@ def fake_engine(
     n_longest = n_batch if pooling else n_ctx if switches else context.n_ctx_seq
     info = ModelInfo(
         name="fake", path=path, description="a hash", size_bytes=0, n_params=0, n_vocab=N_VOCAB, n_ctx=n_ctx,
-        kv_layout="auto" if switches else "unified" if unified else "per-sequence", sampling="host",
+        kv_layout="auto" if switches else "unified" if unified else "per-sequence", sampling="host", on_gpu=on_gpu,
         n_ctx_train=n_ctx_train, bos="", eos="", chat_template=None,
         max_sequence=min(n_longest, n_ctx_train) - max(0, min_rows - 2), pooling=pooling, n_embd=3,
         adapters=tuple(adapters), modalities=media.encoder.modalities if media else (),
@@ -654,7 +654,6 @@ def fake_engine(
         sharing,
         context.close,
         may_pad=may_pad,
-        on_gpu=on_gpu,
         min_rows=min_rows,
         layouts=layouts,
         proposers=(*proposers, its_head) if its_head else proposers,

@@ -10,9 +10,11 @@ import numpy as np
 from cppbatch import GenerationRequest
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.lora_sets import AdapterSet
-from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.steps import StepBudgets
+from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.step_plan import StepPlan
+from cppbatch.engine.step_shape import StepShape
 from tests.support.fakes import FakeContext
 
 NONE: AdapterSet = ()
@@ -31,7 +33,8 @@ class Policy:
     def __init__(self, *, n_ctx: int = 256, n_parallel: int = 4, unified: bool = True) -> None:
         self.memory = FakeContext(n_ctx=n_ctx, n_batch=16, n_seq_max=n_parallel, kv_unified=unified, sharing="none")
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
-        self.scheduler = Scheduler(self.kv, budgets=StepBudgets(16), step_tokens=16, n_parallel=n_parallel)
+        shape = StepShape(self.kv, step_tokens=16)
+        self.scheduler = Scheduler(self.kv, budgets=StepBudgets(16), shape=shape, n_parallel=n_parallel)
 
     def add(self, adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, **options: Any) -> Seq:
         new = sequence(adapters, n_prompt, max_new, **options)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from cppbatch import FinishReason, GenerationRequest
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import BACKGROUND
-from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
+from cppbatch.engine.step_plan import StepPlan
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
 from tests.support.lora_policies import NONE, Policy, X, Y
 from tests.support.randomised import randomised

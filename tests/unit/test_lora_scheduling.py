@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from cppbatch.config import Sharing
 from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.lora_turns import TURN_STEPS, LoraRoundRobin
 from cppbatch.engine.model_info import AdapterInfo
-from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import SeqStatus
-from cppbatch.engine.steps import _TURN, LoraRoundRobin, StepBudgets
+from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.step_plan import StepPlan
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference
 from tests.support.lora_policies import NONE, Policy, X, Y, Z, sequence
 from tests.support.randomised import randomised
@@ -28,16 +29,16 @@ def test_each_set_has_a_few_steps_then_the_next_one_has() -> None:
     policy = Policy()
     for adapters in (NONE, X, Y):
         policy.add(adapters)
-    turns = [(its, len(list(steps))) for its, steps in groupby(policy.turns(6 * _TURN))]
-    assert turns == [(its, _TURN) for its in (NONE, X, Y, NONE, X, Y)]
+    turns = [(its, len(list(steps))) for its, steps in groupby(policy.turns(6 * TURN_STEPS))]
+    assert turns == [(its, TURN_STEPS) for its in (NONE, X, Y, NONE, X, Y)]
 
 
 def test_a_set_that_is_alone_computes_in_every_step_and_nothing_is_switched() -> None:
     policy = Policy()
     policy.add(X)
     policy.add(X)
-    plans = [policy.step() for _ in range(3 * _TURN)]
-    assert [plan.is_switch for plan in plans] == [True] + [False] * (3 * _TURN - 1)
+    plans = [policy.step() for _ in range(3 * TURN_STEPS)]
+    assert [plan.is_switch for plan in plans] == [True] + [False] * (3 * TURN_STEPS - 1)
     assert all(len(plan.chunks) == 2 for plan in plans)
 
 
@@ -45,14 +46,14 @@ def test_sets_are_distinguished_by_scale_too() -> None:
     policy = Policy()
     policy.add(((0, 1.0),))
     policy.add(((0, 0.5),))
-    assert len(set(policy.turns(2 * _TURN))) == 2
+    assert len(set(policy.turns(2 * TURN_STEPS))) == 2
 
 
 def test_all_sequences_of_a_set_compute_in_its_turn() -> None:
     policy = Policy(n_parallel=4)
     for adapters in (X, Y, X, Y):
         policy.add(adapters)
-    for _ in range(4 * _TURN):
+    for _ in range(4 * TURN_STEPS):
         assert len(policy.step().chunks) == 2
 
 
@@ -69,7 +70,7 @@ def test_the_highest_priority_is_first_in_the_current_round() -> None:
     policy.add(Y)
     assert policy.turns(1) == [X]
     policy.add(Z, priority=-1)
-    assert policy.turns(3 * _TURN - 1) == [X] * (_TURN - 1) + [Z] * _TURN + [Y] * _TURN
+    assert policy.turns(3 * TURN_STEPS - 1) == [X] * (TURN_STEPS - 1) + [Z] * TURN_STEPS + [Y] * TURN_STEPS
 
 
 def test_sets_that_keep_coming_do_not_keep_one_from_its_turn() -> None:
@@ -79,7 +80,7 @@ def test_sets_that_keep_coming_do_not_keep_one_from_its_turn() -> None:
         policy.add(((0, 0.01 * (i + 1)),), max_new=3)
     steps = policy.turns(60)
     waits = [len(list(its)) for is_x, its in groupby(steps, lambda adapters: adapters == X) if not is_x]
-    assert max(waits) <= 3 * _TURN
+    assert max(waits) <= 3 * TURN_STEPS
 
 
 def test_a_set_that_cannot_compute_lets_the_next_one_run() -> None:
@@ -88,10 +89,10 @@ def test_a_set_that_cannot_compute_lets_the_next_one_run() -> None:
     assert turns.order(both) == [X, Y]
     turns.take(Y)
     firsts = []
-    for _ in range(_TURN):  # X cannot in its turn either
+    for _ in range(TURN_STEPS):  # X cannot in its turn either
         firsts.append(turns.order(both)[0])
         turns.take(Y)
-    assert firsts == [Y] * (_TURN - 1) + [X]
+    assert firsts == [Y] * (TURN_STEPS - 1) + [X]
 
 
 # --- what a step holds ----------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
     budgets = policy.scheduler._budgets
     policy.add(NONE, n_prompt=4)
     policy.add(X, n_prompt=4)
-    for _ in range(30 * _TURN):
+    for _ in range(30 * TURN_STEPS):
         policy.step(cost)
     assert [budgets.of(its).cost.rows_s((1,)) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
 
@@ -188,7 +189,7 @@ def test_in_any_schedule_a_set_that_runs_computes_before_long(
             assert policy.kv.n_free >= len(others), "a prompt takes cells that streams of other sets need next"
         running = {its.adapters for its in policy.scheduler.running}
         waits = {its: 0 if its == plan.adapters else waits.get(its, 0) + 1 for its in running}
-        assert max(waits.values(), default=0) <= 3 * _TURN
+        assert max(waits.values(), default=0) <= 3 * TURN_STEPS
     raise AssertionError("the scheduler never comes to rest")
 
 
@@ -216,4 +217,4 @@ def test_adapters_are_set_when_the_set_changes_and_steps_are_shared_within_one()
     drain(engine)
     context = context_of(engine)
     assert Counter(len(step) for step in context.steps)[4] >= 2 * 16 - 4  # all of a set together, once all have begun
-    assert len(list(groupby(context.sets))) <= 2 * 16 / _TURN + 2
+    assert len(list(groupby(context.sets))) <= 2 * 16 / TURN_STEPS + 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine import core as core_module
-from cppbatch.engine import input_processor, scheduler
+from cppbatch.engine import input_processor, step_shape
 from cppbatch.engine.kv import checkpoints, pool, prefix_cache
 from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.engine.lora_sets import AdapterSet, adapter_set
@@ -42,8 +42,8 @@ def small_scale() -> Iterator[None]:
         patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
         patch.setattr(pool, "_MIN_CACHED", 2)
-        patch.setattr(scheduler, "_GAP_STEPS", 1)
-        patch.setattr(scheduler, "_GAP_AHEAD", 1000)
+        patch.setattr(step_shape, "_GAP_STEPS", 1)
+        patch.setattr(step_shape, "_MAX_GAIN_STEPS", 1000)
         patch.setattr(checkpoints, "_MIN_STEP", 1)
         patch.setattr(checkpoints, "_NEAR", 1)
         patch.setattr(checkpoints, "_HEADER", 3)

@@ -16,9 +16,11 @@ from cppbatch import (
     InvalidRequest,
 )
 from cppbatch.engine.kv.pool import KVPool
-from cppbatch.engine.scheduler import Scheduler, StepPlan
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq, SeqStatus
-from cppbatch.engine.steps import StepBudget, StepBudgets
+from cppbatch.engine.step_budget import StepBudget, StepBudgets
+from cppbatch.engine.step_plan import StepPlan
+from cppbatch.engine.step_shape import StepShape, step_shape
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.support.fakes import (
     FakeContext,
@@ -44,7 +46,9 @@ class Policy:
         )
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
         budgets = StepBudgets(step_tokens)
-        self.scheduler = Scheduler(self.kv, budgets=budgets, step_tokens=step_tokens, n_parallel=n_seq_ids)
+        self.scheduler = Scheduler(
+            self.kv, budgets=budgets, shape=StepShape(self.kv, step_tokens=step_tokens), n_parallel=n_seq_ids
+        )
 
     def add(self, name: str, n_prompt: int, max_new: int, now: float = 0.0, client: str = "") -> Seq:
         prompt = np.zeros(n_prompt, np.int32)
@@ -590,7 +594,9 @@ def test_a_scored_prompt_gets_no_more_rows_of_logits_for_a_tile_of_the_attention
 def test_on_a_gpu_steps_with_and_without_drafts_in_turn_are_not_measured(on_gpu: bool, has_drafts: bool) -> None:
     """llama.cpp plans its graph again for each. Without drafts, the rows of most steps may differ."""
     budgets = StepBudgets(16)
-    scheduler = Scheduler(Policy().kv, budgets=budgets, step_tokens=16, n_parallel=4, on_gpu=on_gpu)
+    kv = Policy().kv
+    shape = step_shape(kv, step_tokens=16, on_gpu=on_gpu)
+    scheduler = Scheduler(kv, budgets=budgets, shape=shape, n_parallel=4)
     budgets.of(()).cost.seed([(1, 0.001), (4, 0.002)])
     for i in range(100):
         n = (1, 4)[i % 2]

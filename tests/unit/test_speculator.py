@@ -11,7 +11,7 @@ from cppbatch import GenerationRequest, SamplingParams
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.engine.speculation.speculator import DraftLimits, DraftPlan, Speculator
-from cppbatch.engine.steps import StepCost
+from cppbatch.engine.step_cost import StepCost
 
 TILED = {n: 0.010 + 0.001 * -(-n // 4) for n in range(1, 257)}
 """Seconds by rows: cheap rows, in tiles of 4."""

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from cppbatch.engine.steps import StepBudget
+from cppbatch.engine.step_budget import StepBudget
 
 
 def run(budget: StepBudget, *, decode_s: float, token_s: float, steps: int = 30) -> list[float]:

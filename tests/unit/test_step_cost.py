@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cppbatch.engine.steps import StepCost, whole_tiles
+from cppbatch.engine.step_cost import StepCost, whole_tiles
 
 TILED = {1: 5.1, 2: 8.6, 3: 11.1, 4: 10.2, 5: 13.1, 6: 15.6, 7: 17.8, 8: 13.3, 9: 17.2, 10: 21.4, 11: 22.5, 12: 19.6,
          13: 23.0, 14: 26.4, 15: 29.8, 16: 20.7}  # fmt: skip

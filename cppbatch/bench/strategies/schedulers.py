@@ -12,8 +12,9 @@ from cppbatch.engine.kv.batch_order import in_batch_order
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.scheduler import Chunk, Scheduler, StepPlan
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq, SeqStatus
+from cppbatch.engine.step_plan import Chunk, StepPlan
 
 
 class Padding:

@@ -26,8 +26,8 @@ from cppbatch.engine.sampling.token_logprobs import (
     make_token_logprob,
 )
 from cppbatch.engine.sampling_plan import SamplingType
-from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.step_plan import StepPlan
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError
 from cppbatch.llama import BackendSampling

@@ -21,7 +21,7 @@ from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_cells import DraftCells, DraftMemory, DraftSequence, TargetCells
 from cppbatch.engine.speculation.proposer import Draft
-from cppbatch.engine.steps import StepCost
+from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
-from cppbatch.engine.steps import TILES, Groups, StepCost
+from cppbatch.engine.step_cost import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
 _WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time is measured; 1.0 after a step for which it was asked
