@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cppbatch.engine.cells import n_held
-from cppbatch.engine.kv.prefix_cache import CachedPrefix, PrefixCache
+from cppbatch.engine.kv.cached_prefix import CachedPrefix
+from cppbatch.engine.kv.prefix_cache import PrefixCache
 from cppbatch.engine.sequence import Seq
 
 

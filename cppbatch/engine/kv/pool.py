@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +15,15 @@ import numpy.typing as npt
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
 from cppbatch.engine.kv.batch_order import PaddingRow
+from cppbatch.engine.kv.cached_prefix import CachedPrefix, Checkpoint, Match, Salt
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces, StateWithParts
 from cppbatch.engine.kv.invariants import check_invariants, dump_cells, require
-from cppbatch.engine.kv.prefix_cache import CachedPrefix, Checkpoint, Match, PrefixCache, Salt
+from cppbatch.engine.kv.prefix_cache import PrefixCache
+from cppbatch.engine.kv.prefix_tier import PrefixTier, TierLimits
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import SaveCost
 from cppbatch.engine.sequence import SavedState, Seq
 from cppbatch.errors import LlamaError
-
-if TYPE_CHECKING:
-    from cppbatch.engine.disk.prefixes import DiskPrefixes
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -32,7 +31,7 @@ CACHED_SHARE = 0.25
 """The default of `KVPool`'s `cached_share`."""
 _MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as reusing it
 _CHECKPOINT_SHARE = 0.05  # fraction of a prompt's computation time that its checkpoints may take
-_CHANCE_OF_TAKING = 0.1  # estimated probability that a never reused prefix will be reused
+_CHANCE_OF_REUSE = 0.1  # estimated probability that a never reused prefix will be reused
 
 OUT_OF_MEMORY = (LlamaError, MemoryError)
 
@@ -85,15 +84,15 @@ class KVPool:
     Planning a step (`admit`, `preempt`, `ensure_free`) changes the accounting and records moves: copies, removals,
     saves and restores in llama.cpp's memory. `apply` executes them in the planned order.
 
-    The memory may be recreated in the other layout: `move_all_out` before, `memory_made_again` after.
+    The memory may be recreated in the other layout: `move_all_out` before, `memory_recreated` after.
 
     `swap_bytes`: host memory for preempted sequences; beyond it, they are recomputed when they resume. `cache_bytes`:
     host memory for cached prefixes. `cached_share`: fraction of the cells of a unified layout that cached prefixes may
     hold; attention iterates over these cells too, which slows every row down (docs/decisions/0005). `shifts_cells`:
     whether a context shift can move the positions of cells; otherwise it recomputes them. `on_gpu`: prefixes are copied
     between streams on the device, not through host memory. `places`: where prompts get checkpoints, if the memory can
-    only be truncated there; None: no checkpoints. `open_disk`: opens the prefixes on disk of a pool; None: no disk.
-    `token_s`: as in `SaveCost`. `clock`: seconds, to time saves.
+    only be truncated there; None: no checkpoints. `tier`: cached prefixes below host memory. `token_s`: as in
+    `SaveCost`. `clock`: seconds, to time saves.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class KVPool:
         shifts_cells: bool = False,
         on_gpu: bool = False,
         places: CheckpointPlaces | None = None,
-        open_disk: Callable[[KVPool], DiskPrefixes] | None = None,
+        tier: PrefixTier | None = None,
         token_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -124,9 +123,8 @@ class KVPool:
         """Host memory of the currently swapped sequences, in bytes."""
         self.n_swaps = self.n_recomputes = 0
         """Preempted sequences so far: saved to host memory, and recomputed instead."""
-        disk = open_disk(self) if open_disk else None
-        self.cache = PrefixCache(sharing, host_bytes=cache_bytes, first_cut=memory.first_cut, disk=disk)
-        self._all_free()
+        self.cache = PrefixCache(sharing, host_bytes=cache_bytes, first_cut=memory.first_cut, tier=tier)
+        self.memory_recreated(sharing)
 
     def _all_free(self) -> None:
         """Initialises the accounting for empty memory."""
@@ -250,7 +248,7 @@ class KVPool:
         elif self._should_continue_in_place(match):
             self._continue_in_place(sequence, match)
         else:
-            self._take_prefix(sequence, match)
+            self._reuse_prefix(sequence, match)
         if is_new:
             self.cache.count(sequence, match)
         if is_new and self._makes_checkpoints(sequence):
@@ -260,7 +258,7 @@ class KVPool:
 
     def _makes_checkpoints(self, sequence: Seq) -> bool:
         """Whether others can only reuse a sequence's prompt at checkpoints."""
-        has_none = self._places is None or not self.cache.host_bytes or self.cache.takes_any or sequence.is_scored
+        has_none = self._places is None or not self.cache.host_bytes or self.cache.shares_prefixes or sequence.is_scored
         return not has_none and self.cache.wants(sequence)
 
     def _plan_checkpoints(self, sequence: Seq, branch: int) -> None:
@@ -271,7 +269,7 @@ class KVPool:
         step = max(self._places.min_step, self._part_cost.tokens_for(_CHECKPOINT_SHARE))
         places = map(sequence.before_media, (*self._places.of_prompt(prompt, start, step), branch))
         for n in dict.fromkeys(places):
-            if n >= max(_MIN_CACHED, start + 1) and not self.cache.has_end(prompt[:n], sequence.salt):
+            if n >= max(_MIN_CACHED, start + 1) and not self.cache.has_checkpoint(prompt[:n], sequence.salt):
                 sequence.stop_at(n)
 
     def _plan_swap_in(self, sequence: Seq) -> None:
@@ -312,10 +310,10 @@ class KVPool:
     def _is_worth_keeping(self, cached: CachedPrefix, n: int) -> bool:
         """Whether to save a cached prefix before its cells are truncated to `n` tokens."""
         n_lost = cached.n_computed - n
-        chance = _CHANCE_OF_TAKING * n_lost / cached.n_computed
+        chance = _CHANCE_OF_REUSE * n_lost / cached.n_computed
         return n_lost >= _MIN_CACHED and self._save_cost.is_worth(cached.n_computed, chance)
 
-    def _take_prefix(self, sequence: Seq, match: Match) -> None:
+    def _reuse_prefix(self, sequence: Seq, match: Match) -> None:
         source, n = match.source, match.n
         self._take_id(sequence, source)
         sequence.n_computed = n
@@ -344,7 +342,7 @@ class KVPool:
         """
         if save is None:  # a sequence that shares most of its cells will find them again as a prefix
             n = sequence.n_computed
-            finds_again = self.cache.takes_any and n_shared(sequence.cells) * 2 >= n
+            finds_again = self.cache.shares_prefixes and n_shared(sequence.cells) * 2 >= n
             save = not finds_again and self._save_cost.is_worth(n, chance=1.0)
         self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, save=save))
         self._free_cells_and_id(sequence)
@@ -390,11 +388,14 @@ class KVPool:
             self._move_out(cached)
         self.apply()
 
-    def memory_made_again(self, sharing: Sharing) -> None:
+    def memory_recreated(self, sharing: Sharing) -> None:
         """Called after the empty memory was recreated, possibly in the other layout. `sharing`: as in the
         constructor."""
         self.cache.sharing = sharing
         self._all_free()
+        if self.cache.tier:
+            limits = TierLimits(not self.cache.shares_prefixes, self.cache.host_bytes, self.n_ctx_seq)
+            self.cache.tier.set_limits(limits)
 
     def ensure_free(self, n_free: int, *, keep: object = None) -> bool:
         """Evicts cached prefixes, least recently used first, until `n_free` cells are free.
@@ -419,21 +420,23 @@ class KVPool:
 
     def _move_out(self, cached: CachedPrefix) -> None:
         self._moves.append(partial(self._save, cached, cached.seq_id))
-        self.cache.leave_cells(cached, for_host=self._save_cost.is_worth(cached.n_computed, self._chance_of(cached)))
+        self.cache.leave_cells(
+            cached, for_host=self._save_cost.is_worth(cached.n_computed, self._chance_of_reuse(cached))
+        )
         self._cells.free(cached.cells)
         cached.cells = None
         self._free_id(cached.seq_id)
         cached.seq_id = -1
 
-    def _chance_of(self, cached: CachedPrefix) -> float:
+    def _chance_of_reuse(self, cached: CachedPrefix) -> float:
         """The estimated probability that a token of a cached prefix will be reused from it: the mean over its tokens.
 
         Tokens that others have too will be reused from those. So of many prefixes with a common start, all but the last
         one are only worth their own tokens.
         """
         n, n_elsewhere = cached.n_computed, self.cache.n_elsewhere(cached)
-        n_taken = max(0, cached.n_taken - n_elsewhere)
-        return (n_taken + _CHANCE_OF_TAKING * (n - n_elsewhere - n_taken)) / n
+        n_reused = max(0, cached.n_reused - n_elsewhere)
+        return (n_reused + _CHANCE_OF_REUSE * (n - n_elsewhere - n_reused)) / n
 
     def _shares_cells(self, match: Match) -> bool:
         shares = self.cache.sharing == "cells" or (self.cache.sharing == "checkpoints" and self._memory.shares_cells)
@@ -446,7 +449,7 @@ class KVPool:
             return False
         if match.of_slot and self.cache.sharing == "copy":
             return True
-        if not self._free_ids and (len(self.cache.in_cells) == 1 or not self.cache.takes_any):
+        if not self._free_ids and (len(self.cache.in_cells) == 1 or not self.cache.shares_prefixes):
             return True  # the only way to get a seq_id, or the only one without evicting another prefix
         return self.cache.continues_in_place(source, match.n)
 
@@ -546,7 +549,7 @@ class KVPool:
         tokens = sequence.tokens[: sequence.n_computed]
         try:
             part = self._memory.copy_cut(seq_id, sequence.seq_id, sequence.n_positions)
-            if part and self._places and not self.cache.has_end(tokens, sequence.salt):
+            if part and self._places and not self.cache.has_checkpoint(tokens, sequence.salt):
                 self.cache.add_checkpoint(tokens.copy(), sequence.salt, part)
         except OUT_OF_MEMORY as error:
             self.cache.uncount(sequence)
@@ -554,7 +557,7 @@ class KVPool:
 
     def _save_checkpoint(self, seq_id: int, tokens: Tokens, salt: Salt) -> None:
         """Creates a checkpoint of a sequence that has computed exactly these tokens, unless it exists."""
-        if not self.cache.host_bytes or self.cache.has_end(tokens, salt):
+        if not self.cache.host_bytes or self.cache.has_checkpoint(tokens, salt):
             return
         is_whole = self.cache.sharing == "whole"
         began = self._clock()
@@ -702,8 +705,8 @@ class KVPool:
         if cached in self.cache.in_cells:
             self._limit_cached_cells(cached)
         self.apply()
-        if self.cache.disk:
-            self.cache.disk.kept(cached)
+        if self.cache.tier:
+            self.cache.tier.kept(cached)
 
     def _limit_cached_cells(self, cached: CachedPrefix) -> None:
         """Evicts until cached prefixes hold at most their share of the cells.
@@ -746,7 +749,7 @@ class KVPool:
         cached = self.cache.of_slot(slot)
         if cached is None:
             return None
-        return cached, self._with_parts(cached, cached.saved or self._memory.save_sequence(cached.seq_id))
+        return cached, self.cache.with_parts(cached, cached.saved or self._memory.save_sequence(cached.seq_id))
 
     def state_of(self, cached: CachedPrefix) -> SavedState | None:
         """The state of a cached prefix; None if it is no longer cached, or if memory for a copy runs out."""
@@ -754,18 +757,13 @@ class KVPool:
             state = self._try_save(cached.seq_id, cached.n_computed)
         else:
             state = cached.saved if cached in self.cache.in_host else None
-        return state and self._with_parts(cached, state)
+        return state and self.cache.with_parts(cached, state)
 
-    def _with_parts(self, cached: CachedPrefix, state: SavedState) -> SavedState:
-        """The state with those of its checkpoints, which may take up to as many bytes as the state itself."""
-        ends = self.cache.ends_of(cached, state.n_bytes)
-        return StateWithParts(state, [(len(end.tokens), end.saved) for end in ends]) if ends else state
-
-    def add_cached(self, tokens: Tokens, salt: Salt, state: SavedState) -> None:
-        """Adds a state with its checkpoints as a cached prefix in host memory, if it fits."""
+    def add_cached(self, tokens: Tokens, salt: Salt, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> None:
+        """Adds a state (`read_state`) with its checkpoints as a cached prefix in host memory, if it fits."""
         cached = CachedPrefix(tokens, salt, -1, None)
-        cached.n_taken = len(tokens)
-        self._add_to_host(cached, state)
+        cached.n_reused = len(tokens)
+        self._add_to_host(cached, self.read_state(data, form))
 
     def _add_to_host(self, cached: CachedPrefix, state: SavedState) -> None:
         if not isinstance(state, StateWithParts):
@@ -773,7 +771,7 @@ class KVPool:
             return
         self.cache.add_to_host(cached, state.state)
         for n, part in state.parts:
-            if self.cache.sharing == "checkpoints" and not self.cache.has_end(cached.tokens[:n], cached.salt):
+            if self.cache.sharing == "checkpoints" and not self.cache.has_checkpoint(cached.tokens[:n], cached.salt):
                 self.cache.add_checkpoint(cached.tokens[:n], cached.salt, part)
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SavedState:
@@ -800,8 +798,8 @@ class KVPool:
         """Removes all cached prefixes, in cells and in host memory."""
         for cached in [*self.cache.in_cells, *self.cache.in_host]:
             self._drop(cached)
-        for end in list(self.cache.checkpoints):
-            self.cache.drop_checkpoint(end)
+        for checkpoint in list(self.cache.checkpoints):
+            self.cache.drop_checkpoint(checkpoint)
         self.cache.slots.clear()
 
     def _free_cells_and_id(self, sequence: Seq) -> None:
