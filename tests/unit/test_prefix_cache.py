@@ -576,7 +576,7 @@ def test_host_memory_that_is_full_forgets_the_least_recently_used(kind: str) -> 
 
 
 def test_a_prefix_larger_than_the_host_memory_for_all_is_forgotten() -> None:
-    cache = PrefixCache("cells", host_bytes=100)
+    cache = PrefixCache(engine_of("cells").core.kv.cache.sharing, host_bytes=100)
     for n_bytes in (60, 101, 40):
         cached = CachedPrefix(np.full(20, n_bytes % 64, np.int32), ("", ()), 0, None)
         cache.add(cached)

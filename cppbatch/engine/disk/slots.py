@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import EngineConfig
-from cppbatch.engine.kv.pool import OUT_OF_MEMORY, KVPool
+from cppbatch.engine.kv.memory import OUT_OF_MEMORY
+from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.sequence import SavedState

@@ -49,8 +49,8 @@ class CachedPrefix:
 class Checkpoint(msgspec.Struct, eq=False):
     """The memory of these tokens that cannot be truncated: the cells of sliding windows, recurrent states.
 
-    Allows a sequence with their full-attention cells, and later ones, to return to their end. Only if sharing is
-    "checkpoints"; models with only states have a `CachedPrefix` instead.
+    Allows a sequence with their full-attention cells, and later ones, to return to their end. Only with
+    `CheckpointSharing`; models with only states have a `CachedPrefix` instead.
     """
 
     tokens: Tokens
@@ -65,10 +65,14 @@ class Checkpoint(msgspec.Struct, eq=False):
         return self.saved.n_bytes + self.tokens.nbytes
 
 
+Source = Seq | CachedPrefix
+"""A running sequence or a cached prefix: where others can take a prefix from."""
+
+
 class Match(msgspec.Struct, frozen=True):
     """A prefix to reuse: the first `n` tokens of `source`."""
 
-    source: Seq | CachedPrefix
+    source: Source
     n: int
     checkpoint: Checkpoint | None = None
     """Restores memory that cannot be truncated. None: it can, or `n` covers all computed tokens of the source."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
-from cppbatch.config import Sharing
-from cppbatch.engine.kv.cached_prefix import CachedPrefix, Checkpoint, Match, Salt
+from cppbatch.engine.kv.cached_prefix import CachedPrefix, Checkpoint, Match, Salt, Source
 from cppbatch.engine.kv.checkpoints import StateWithParts
 from cppbatch.engine.kv.prefix_tier import PrefixTier
 from cppbatch.engine.kv.radix_tree import RadixTree, Tokens
+from cppbatch.engine.kv.sharing import PrefixSharing
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
 _WORTH_WAITING = 24  # tokens: wait for a prefix being computed if it saves this many more than the best one now
@@ -27,23 +26,14 @@ class PrefixCache:
     evicted from cells.
     """
 
-    def __init__(
-        self,
-        sharing: Sharing,
-        *,
-        host_bytes: int,
-        first_cut: Callable[[int], int] = lambda seq_id: 1 << 31,
-        tier: PrefixTier | None = None,
-    ) -> None:
-        """`first_cut`: returns the minimum tokens to which a seq_id can currently be truncated, if sharing is
-        "checkpoints". `tier`: the one below host memory."""
+    def __init__(self, sharing: PrefixSharing, *, host_bytes: int, tier: PrefixTier | None = None) -> None:
+        """`tier`: the one below host memory."""
         self.sharing = sharing
         self.tier = tier
-        self._first_cut = first_cut
         self.host_bytes = host_bytes
         self.used_host_bytes = 0
         self.queries = self.hits = self.hit_tokens = 0
-        self._tree: RadixTree[Seq | CachedPrefix] = RadixTree()
+        self._tree: RadixTree[Source] = RadixTree()
         self._checkpoint_tree: RadixTree[Checkpoint] = RadixTree()
         # All are ordered least recently used first.
         self.in_cells: dict[CachedPrefix, None] = {}
@@ -52,16 +42,11 @@ class PrefixCache:
         self.slots: dict[int, tuple[Tokens, Salt]] = {}
         """The computed tokens and the salt of each slot's last request (`id_slot`)."""
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether a sequence can reuse any prefix of another one."""
-        return self.sharing in ("cells", "copy")
-
     # --- running sequences --------------------------------------------------------------------------------------
 
     def wants(self, sequence: Seq) -> bool:
         """Whether this sequence uses the cache: reuses a prefix, and leaves its own tokens as one."""
-        return self.sharing != "none" and sequence.request.cache_prompt
+        return self.sharing.reuses and sequence.request.cache_prompt
 
     def track(self, sequence: Seq) -> None:
         """Offers the known tokens of this running sequence to others, until a context shift."""
@@ -96,7 +81,7 @@ class PrefixCache:
                 break
             usable, checkpoint = self._usable(source, n, checkpoints)
             if (whole := sequence.before_media(usable)) < usable:  # the source is computing an image
-                usable = whole if self.shares_prefixes else 0
+                usable = whole if self.sharing.shares_prefixes else 0
             gain = usable - (_COST_OF_SHARING if source is own else self._cost(source, usable))
             if gain > best_gain:
                 is_cut = checkpoint is None and usable < source.n_computed
@@ -106,7 +91,7 @@ class PrefixCache:
         best_is_ahead = best is not None and best.source is ahead
         if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
             return best, self.tier is not None and self.tier.is_coming(sequence, best.n if best else 0)
-        if not self.shares_prefixes:  # its prefill stops there, so that the prefix equals its computed tokens
+        if not self.sharing.shares_prefixes:  # its prefill stops there, so that the prefix equals its computed tokens
             ahead.stop_at(coming)
         return best, True
 
@@ -123,7 +108,7 @@ class PrefixCache:
     def longest_in_cells(self, sequence: Seq) -> Match | None:
         """The longest prefix of a sequence's computed tokens whose cells it can share, if cells can be shared."""
         best: Match | None = None
-        if self.sharing != "cells" or not self.wants(sequence):
+        if not (self.sharing.shares_any_cells and self.wants(sequence)):
             return None
         n_most = min(sequence.n_computed, sequence.n_exact)
         for source, n in self._tree.matches(sequence.tokens[:n_most], sequence.salt):
@@ -140,33 +125,26 @@ class PrefixCache:
         ends."""
         return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
 
-    def _cost(self, source: Seq | CachedPrefix, n: int) -> int:
+    def _cost(self, source: Source, n: int) -> int:
         """The time to reuse `n` tokens, in computed tokens. A copy has all tokens of the source."""
-        is_copied = source.seq_id < 0 or not (self.sharing == "cells" or self.continues_in_place(source, n))
+        is_copied = source.seq_id < 0 or not (self.sharing.shares_any_cells or self.continues_in_place(source, n))
         return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_SHARING
 
-    def continues_in_place(self, source: Seq | CachedPrefix, n: int) -> bool:
-        """Whether a sequence that reuses `n` tokens takes over and truncates the cached prefix itself: not if sequences
-        can share its cells, or if most of it would be lost. (Taking it over whole loses nothing, and a state in
-        addition to its cells need not be copied.)"""
-        if not isinstance(source, CachedPrefix) or source.seq_id < 0:
-            return False
-        is_whole = self.sharing == "checkpoints" and n == source.n_computed
-        return is_whole or (self.sharing == "copy" and 2 * n >= source.n_computed)
+    def continues_in_place(self, source: Source, n: int, *, of_slot: bool = False) -> bool:
+        """As `PrefixSharing.continues_in_place`; never in the cells of a running sequence."""
+        is_cached = isinstance(source, CachedPrefix) and source.seq_id >= 0
+        return is_cached and self.sharing.continues_in_place(n, source.n_computed, of_slot=of_slot)
 
-    def _usable(self, source: Seq | CachedPrefix, n: int, ends: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
+    def _usable(self, source: Source, n: int, checkpoints: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
         """How many of the first `n` tokens can currently be reused from the source, and the required checkpoint.
 
-        `ends`: the checkpoints of these tokens, longest first.
+        `checkpoints`: those of these tokens, longest first.
         """
         if isinstance(source, Seq) and source.moving:
             return 0, None
-        if self.shares_prefixes or source.n_computed <= n:
+        if self.sharing.shares_prefixes or source.n_computed <= n:
             return min(source.n_computed, n), None
-        if self.sharing == "checkpoints" and source.seq_id >= 0 and self._first_cut(source.seq_id) <= n:
-            return n, None
-        end = next((end for end in ends if len(end.tokens) <= n), None)
-        return (len(end.tokens), end) if end else (0, None)
+        return self.sharing.usable(source, n, checkpoints)
 
     def count(self, sequence: Seq, match: Match | None) -> None:
         """Counts a query and, with a match, a hit. Makes the source the most recently used."""
@@ -198,19 +176,16 @@ class PrefixCache:
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
     def add(self, cached: CachedPrefix) -> list[CachedPrefix]:
-        """Adds the prefix of a finished sequence. Returns the now redundant prefixes, possibly including this one.
-
-        If sharing is "checkpoints", they are redundant if there is a checkpoint of their end.
-        """
+        """Adds the prefix of a finished sequence. Returns the now redundant prefixes, possibly including this one."""
         self._tree.insert(cached, cached.tokens, cached.salt)
         self.in_cells[cached] = None
         cached.used_at = self.queries
-        only_whole = self.sharing == "whole"  # prefixes can only be reused whole, so a shorter one is not redundant
+        only_whole = self.sharing.only_whole  # so a shorter prefix is not redundant
         longer = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not only_whole]
         if any(other.n_computed >= len(cached.tokens) for other in longer):
             return [cached]
         covered = [other for other in self._tree.covered_by(cached) if isinstance(other, CachedPrefix)]
-        if self.sharing == "checkpoints":
+        if self.sharing.has_parts:  # other sequences can only be truncated to their ends if there are checkpoints
             covered = [other for other in covered if other.seq_id >= 0 or self.has_checkpoint(other.tokens, other.salt)]
         return [other for other in covered if not only_whole or len(other.tokens) == len(cached.tokens)]
 
@@ -238,7 +213,7 @@ class PrefixCache:
     def n_elsewhere(self, cached: CachedPrefix) -> int:
         """How many of its first tokens others have computed as well, if sequences can reuse any prefix of them."""
         most = 0
-        for other, n in self._tree.matches(cached.tokens, cached.salt) if self.shares_prefixes else ():
+        for other, n in self._tree.matches(cached.tokens, cached.salt) if self.sharing.shares_prefixes else ():
             if n <= most:
                 break
             if other is not cached:
@@ -313,12 +288,13 @@ class PrefixCache:
     @property
     def n_checkpoints(self) -> int:
         """Checkpoints in host memory. For a model with only states, these are the cached prefixes there."""
-        return len(self.in_host) if self.sharing == "whole" else len(self.checkpoints)
+        return len(self.in_host if self.sharing.only_whole else self.checkpoints)
 
     @property
     def checkpoint_bytes(self) -> int:
         """Size of the last used checkpoint; 0: no checkpoint."""
-        held: list[CachedPrefix | Checkpoint] = [*(self.in_host if self.sharing == "whole" else self.checkpoints)]
+        whole = self.sharing.only_whole
+        held: list[CachedPrefix | Checkpoint] = [*(self.in_host if whole else self.checkpoints)]
         last = held[-1] if held else None
         return last.saved.n_bytes if last and last.saved else 0
 
@@ -327,16 +303,16 @@ class PrefixCache:
     def has_checkpoint(self, tokens: Tokens, salt: Salt) -> bool:
         """Whether there is a checkpoint of exactly these tokens (for a model with only states: a cached prefix). Makes
         it the most recently used."""
-        if self.sharing == "whole":
-            ends = [s for s, n in self._tree.matches(tokens, salt) if isinstance(s, CachedPrefix) and n == len(tokens)]
-            exact = next((cached for cached in ends if cached.n_computed == len(tokens)), None)
+        if self.sharing.only_whole:
+            same = [s for s, n in self._tree.matches(tokens, salt) if isinstance(s, CachedPrefix) and n == len(tokens)]
+            exact = next((cached for cached in same if cached.n_computed == len(tokens)), None)
             if exact:
                 self._touch(exact)
             return exact is not None
-        end = next(iter(self._checkpoints_along(tokens, salt)), None)
-        if end is None or len(end.tokens) < len(tokens):
+        checkpoint = next(iter(self._checkpoints_along(tokens, salt)), None)
+        if checkpoint is None or len(checkpoint.tokens) < len(tokens):
             return False
-        self._use_checkpoint(end)
+        self._use_checkpoint(checkpoint)
         return True
 
     def with_parts(self, cached: CachedPrefix, state: SavedState) -> SavedState:
@@ -349,26 +325,35 @@ class PrefixCache:
                 parts.append((len(checkpoint.tokens), checkpoint.saved))
         return StateWithParts(state, parts) if parts else state
 
-    def _use_checkpoint(self, end: Checkpoint) -> None:
-        end.used_at = self.queries
-        del self.checkpoints[end]
-        self.checkpoints[end] = None  # moves it to the end: most recently used
+    def _use_checkpoint(self, checkpoint: Checkpoint) -> None:
+        checkpoint.used_at = self.queries
+        del self.checkpoints[checkpoint]
+        self.checkpoints[checkpoint] = None  # moves it to the end: most recently used
 
     def add_checkpoint(self, tokens: Tokens, salt: Salt, saved: SavedState) -> None:
         """Adds a checkpoint, if it fits into host memory. The array must not change afterwards."""
-        end = Checkpoint(tokens, salt, saved, self.queries)
-        if end.n_bytes > self.host_bytes:
+        if self.sharing.only_whole:
+            self.add_to_host(CachedPrefix(tokens, salt, -1, None), saved)
             return
-        self._make_room(end.n_bytes)
-        self.used_host_bytes += end.n_bytes
-        self.checkpoints[end] = None
-        self._checkpoint_tree.insert(end, tokens, salt)
+        checkpoint = Checkpoint(tokens, salt, saved, self.queries)
+        if checkpoint.n_bytes > self.host_bytes:
+            return
+        self._make_room(checkpoint.n_bytes)
+        self.used_host_bytes += checkpoint.n_bytes
+        self.checkpoints[checkpoint] = None
+        self._checkpoint_tree.insert(checkpoint, tokens, salt)
 
-    def drop_checkpoint(self, end: Checkpoint) -> None:
+    def keep_part(self, sequence: Seq, part: SavedState) -> None:
+        """Makes the part that a sequence got a checkpoint of its computed tokens, unless it exists."""
+        tokens = sequence.tokens[: sequence.n_computed]
+        if not self.has_checkpoint(tokens, sequence.salt):
+            self.add_checkpoint(tokens.copy(), sequence.salt, part)
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Removes a checkpoint. Sequences that are about to use it keep it."""
-        del self.checkpoints[end]
-        self._checkpoint_tree.discard(end)
-        self.used_host_bytes -= end.n_bytes
+        del self.checkpoints[checkpoint]
+        self._checkpoint_tree.discard(checkpoint)
+        self.used_host_bytes -= checkpoint.n_bytes
 
     def clear(self) -> None:
         """Removes everything, including running sequences."""

@@ -120,10 +120,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_disk_damaged: Annotated[
         int, counter("Damaged cached prefix files that were deleted", "kv.cache.tier.counts.damaged")
     ]
-    swaps: Annotated[int, counter("Sequences swapped out to host memory", "kv.n_swaps")]
-    recomputes: Annotated[int, counter("Preempted sequences that were recomputed", "kv.n_recomputes")]
+    swaps: Annotated[int, counter("Sequences swapped out to host memory", "kv.moves.n_swaps")]
+    recomputes: Annotated[int, counter("Preempted sequences that were recomputed", "kv.moves.n_recomputes")]
     """Not saved, or could not be restored."""
-    swapped_bytes: Annotated[int, gauge("Host memory used by swapped-out sequences", "kv.swapped_bytes")]
+    swapped_bytes: Annotated[int, gauge("Host memory used by swapped-out sequences", "kv.moves.swapped_bytes")]
     seq_ids: Annotated[int, value("kv.n_seq_ids")]
     seq_ids_free: Annotated[int, gauge("Free sequence ids", "kv.n_free_ids")]
     """Not held by a running sequence or a cached prefix."""
