@@ -21,6 +21,7 @@ from cppbatch.engine.disk import prefixes
 from cppbatch.engine.disk.folder import PrefixFolder, PrefixIndex, file_name
 from cppbatch.engine.disk.slots import Footer, StateKey, weight_files
 from cppbatch.engine.engine import BatchInferenceEngine as Engine
+from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.prefix_tier import TierLimits
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import DiskCost
@@ -306,6 +307,12 @@ def write_while_idle(engine: Engine) -> None:
     while disk and (disk._candidates or not disk._is_free()):
         time.sleep(min(0.02, engine.core.idle()))
         assert time.monotonic() < end
+
+
+def test_the_pool_imports_nothing_of_the_disk_not_even_for_types() -> None:
+    modules = list((Path(pool.__file__).parent).glob("*.py"))
+    assert len(modules) > 10
+    assert not [module.name for module in modules if "engine.disk" in module.read_text()]
 
 
 def files(folder: Path) -> int:

@@ -256,7 +256,7 @@ class DiskPrefix(msgspec.Struct, frozen=True, eq=False):
 
 
 DiskSalt = tuple[str, AdapterDigests]
-"""Like `Salt`, with the hash of the `cache_salt` and the digests of the adapters."""
+"""A `Salt` on disk: the hash of the `cache_salt`, and the digests of the adapters."""
 
 
 class PrefixIndex:
@@ -345,17 +345,7 @@ class PrefixIndex:
 
     def footer(self, salt: Salt, state: SavedState) -> Footer:
         """The footer for a file with this state."""
-        cache_salt, adapters = self._disk_salt(salt)
-        key = self._key
-        return Footer(
-            model=key.model,
-            digest=key.digest,
-            cache_types=key.cache_types,
-            cache_salt=cache_salt,
-            adapters=list(adapters),
-            form=state.form,
-            settings=key.settings,
-        )
+        return self._key.footer(*self._disk_salt(salt), state)
 
     def name(self, tokens: Tokens, footer: Footer) -> str:
         """The file name for a prefix."""

@@ -377,6 +377,6 @@ class DiskPrefixes:
             threads.shutdown(cancel_futures=True)
 
     def abandon(self) -> None:
-        """As `close`, without waiting, also on one of the threads that write and read."""
+        """Closes without waiting. May be called on one of the threads that write and read."""
         for threads in (self._writer, self._reader):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -17,7 +17,7 @@ _CHECKPOINT_SHARE = 0.05  # fraction of a prompt's computation time that its che
 
 
 class KVPool(PrefixMemory):
-    """The cells and seq_ids of a context, with the prefixes cached in them.
+    """The cells and seq_ids of a context, with the prefixes cached in them. `PrefixMemory` has the constructor.
 
     Planning a step (`admit`, `preempt`, `ensure_free`) changes the accounting and records moves: copies, removals,
     saves and restores in llama.cpp's memory. `apply` executes them in the planned order.
@@ -27,7 +27,7 @@ class KVPool(PrefixMemory):
 
     @property
     def attention_tile(self) -> int:
-        """As `Context.attention_tile`; 1 on a GPU."""
+        """The tile of the context (`Context.attention_tile`); 1 on a GPU."""
         return 1 if self._on_gpu else self._memory.attention_tile
 
     def can_admit(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:

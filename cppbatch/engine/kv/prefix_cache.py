@@ -127,13 +127,9 @@ class PrefixCache:
 
     def _cost(self, source: Source, n: int) -> int:
         """The time to reuse `n` tokens, in computed tokens. A copy has all tokens of the source."""
-        is_copied = source.seq_id < 0 or not (self.sharing.shares_any_cells or self.continues_in_place(source, n))
+        stays = isinstance(source, CachedPrefix) and self.sharing.continues_in_place(n, source.n_computed)
+        is_copied = source.seq_id < 0 or not (stays or self.sharing.shares_any_cells)
         return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_SHARING
-
-    def continues_in_place(self, source: Source, n: int, *, of_slot: bool = False) -> bool:
-        """As `PrefixSharing.continues_in_place`; never in the cells of a running sequence."""
-        is_cached = isinstance(source, CachedPrefix) and source.seq_id >= 0
-        return is_cached and self.sharing.continues_in_place(n, source.n_computed, of_slot=of_slot)
 
     def _usable(self, source: Source, n: int, checkpoints: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
         """How many of the first `n` tokens can currently be reused from the source, and the required checkpoint.

@@ -136,9 +136,8 @@ class PrefixMemory(CellAccounting):
 
     def _move_out(self, cached: CachedPrefix) -> None:
         self.moves.add(self._save, cached, cached.seq_id)
-        self.cache.leave_cells(
-            cached, for_host=self._save_cost.is_worth(cached.n_computed, self._chance_of_reuse(cached))
-        )
+        is_worth = self._save_cost.is_worth(cached.n_computed, self._chance_of_reuse(cached))
+        self.cache.leave_cells(cached, for_host=is_worth)
         self._cells.free(cached.cells)
         cached.cells = None
         self._free_id(cached.seq_id)
