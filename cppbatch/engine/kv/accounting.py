@@ -29,6 +29,12 @@ class CellAccounting:
         self.n_ctx_seq = memory.n_ctx_seq
         self.n_seq_ids = memory.n_seq_ids
         self.unified = memory.kv_unified
+        self.has_streams = memory.has_streams
+        """Whether each seq_id has its own memory, so that only rows of consecutive seq_ids are computed together."""
+        self.n_window = memory.n_window
+        """Tokens of the model's sliding window; 0: no window."""
+        self.has_states = memory.has_states
+        """Whether a sequence has recurrent states."""
         self.n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._cells.n_used = 0
         # Heaps: the lowest free seq_id is used first, so that used seq_ids are adjacent. Only the first n_seq_max may
@@ -61,21 +67,6 @@ class CellAccounting:
     def spare_ids(self) -> list[int]:
         """Free seq_ids that may be in a batch, ascending."""
         return sorted(self._free_ids)
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether each seq_id has its own memory, so that only rows of consecutive seq_ids are computed together."""
-        return self._memory.has_streams
-
-    @property
-    def n_window(self) -> int:
-        """Tokens of the model's sliding window; 0: no window."""
-        return self._memory.n_window
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a sequence has recurrent states."""
-        return self._memory.has_states
 
     @property
     def layout(self) -> KvLayout:

@@ -58,9 +58,9 @@ class MoveQueue:
         """Whether all planned moves were executed."""
         return not self._moves
 
-    def add(self, move: Callable[..., object], *args: object) -> None:
+    def add(self, move: Callable[..., object], *args: object, **options: object) -> None:
         """Plans a move."""
-        self._moves.append(partial(move, *args))
+        self._moves.append(partial(move, *args, **options))
 
     def add_reuse(self, sequence: Seq, move: Callable[..., object], *args: object) -> None:
         """Plans a move that gives a sequence the prefix of another one."""
@@ -123,11 +123,8 @@ class MoveQueue:
 
     # --- preempted and moved sequences --------------------------------------------------------------------------
 
-    def add_swap_out(self, sequence: Seq, *, save: bool) -> None:
-        """Plans to empty the seq_id of a sequence. `save`: to host memory, if there is room."""
-        self.add(self._swap_out, sequence.seq_id, sequence, save)
-
-    def _swap_out(self, seq_id: int, sequence: Seq, save: bool) -> None:
+    def swap_out(self, sequence: Seq, seq_id: int, *, save: bool) -> None:
+        """The move that empties the seq_id of a preempted sequence. `save`: to host memory, if there is room."""
         free_bytes = self.swap_bytes - self.swapped_bytes
         saved = self.save(seq_id, sequence.n_computed) if save and free_bytes > 0 else None
         self._memory.remove(seq_id)

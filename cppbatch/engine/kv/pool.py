@@ -154,7 +154,7 @@ class KVPool(PrefixMemory):
             n = sequence.n_computed
             finds_again = self.cache.sharing.shares_prefixes and n_shared(sequence.cells) * 2 >= n
             save = not finds_again and self._save_cost.is_worth(n, chance=1.0)
-        self.moves.add_swap_out(sequence, save=save)
+        self.moves.add(self.moves.swap_out, sequence, sequence.seq_id, save=save)
         self.cache.forget(sequence)
         self._free_cells_and_id(sequence)
         sequence.preempted()
