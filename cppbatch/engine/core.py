@@ -103,6 +103,7 @@ class EngineCore:
             unified=context.kv_unified,
         )
         key = StateKey(info, config, runtime.state_settings, self._weights)
+        self._disk = _open_disk(config, runtime, key, budgets)
         self.kv = KVPool(
             context,
             runtime.sharing,
@@ -113,10 +114,9 @@ class EngineCore:
             shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
             on_gpu=info.on_gpu,
             places=_checkpoint_places(config, runtime),
-            open_disk=_disk_opener(config, runtime, key, budgets),
+            tier=self._disk,
             token_s=budgets.prompt_token_s,
         )
-        self._disk = self.kv.cache.disk
         self.slots = Slots(self.kv, key)
         """Saves the cached prefixes of slots to files, and restores them."""
         layouts = runtime.layouts
@@ -265,7 +265,7 @@ class EngineCore:
         scheduler, kv, metrics, disk = self.scheduler, self.kv, self.metrics, self._disk
         metrics.begin_step()
         if disk:
-            disk.collect()
+            disk.collect(kv.add_cached)
         try:
             if policy := self._layout_policy:
                 switch = policy.choose_switch(
@@ -296,7 +296,7 @@ class EngineCore:
         if disk:
             if not plan.pieces:
                 disk.wait(_DISK_WAIT_S)
-            disk.after_step()
+            disk.after_step(kv.state_of)
         if not scheduler.has_work:
             self._check_kv()
             if self._trace:
@@ -327,7 +327,10 @@ class EngineCore:
 
         Returns the maximum seconds until the next call, if there is no work until then.
         """
-        return self._disk.idle() if self._disk else _IDLE_S
+        if not self._disk:
+            return _IDLE_S
+        self._disk.collect(self.kv.add_cached)
+        return self._disk.idle(self.kv.state_of)
 
     def _fill(self, plan: StepPlan) -> None:
         """Fills the batch with the step's tokens. Images are added when their turn comes (`_decode_media`)."""
@@ -353,7 +356,7 @@ class EngineCore:
     def _make_context(self, layout: KvLayout) -> None:
         assert self.runtime.layouts
         sharing = self.runtime.layouts.change(layout)
-        self.kv.memory_made_again(sharing)
+        self.kv.memory_recreated(sharing)
         self.scheduler.layout_changed()
         self._layout_before = None
 
@@ -568,7 +571,7 @@ class EngineCore:
         for request_id in list(self.sequences):
             self.cancel(request_id)
         if self._disk:
-            self._disk.write_rest(_LAST_WRITES_S)
+            self._disk.write_rest(_LAST_WRITES_S, self.kv.state_of)
             self._disk.close()
         self._weights.close()
         self.outputs.keep()  # waiting threads get their last events
@@ -610,12 +613,9 @@ def _speculator(config: EngineConfig, runtime: Runtime) -> Speculator | None:
     return Speculator(runtime.proposers, most, one_group_only=n_rollback > 0, clock=thread_time, wall=perf_counter)
 
 
-def _disk_opener(
-    config: EngineConfig, runtime: Runtime, key: StateKey, budgets: StepBudgets
-) -> Callable[[KVPool], DiskPrefixes] | None:
+def _open_disk(config: EngineConfig, runtime: Runtime, key: StateKey, budgets: StepBudgets) -> DiskPrefixes | None:
     """Raises `ConfigError` if the folder is not writable."""
     where = disk_folder(config.prefix_cache_disk)
     if where is None or runtime.info.pooling or runtime.sharing == "none":
         return None
-    folder = PrefixFolder(*where)
-    return lambda kv: DiskPrefixes(kv, folder, key, budgets.prompt_token_s)
+    return DiskPrefixes(PrefixFolder(*where), key, budgets.prompt_token_s)

@@ -35,7 +35,8 @@ from cppbatch.engine.kv.layout import (
     switches_layout,
     unified_cells,
 )
-from cppbatch.engine.kv.pool import CACHED_SHARE, Memory
+from cppbatch.engine.kv.memory import Memory
+from cppbatch.engine.kv.prefix_memory import CACHED_SHARE
 from cppbatch.engine.load_check import check_loads, check_projector
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media.input import MediaInput

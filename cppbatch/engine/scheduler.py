@@ -22,8 +22,8 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from cppbatch.engine.ideal import StepWork
+from cppbatch.engine.kv.cached_prefix import Match
 from cppbatch.engine.kv.pool import KVPool
-from cppbatch.engine.kv.prefix_cache import Match
 from cppbatch.engine.lora_turns import LoraRoundRobin
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import Speculator
@@ -257,7 +257,7 @@ class Scheduler:
         n_rows = plan.n_decode + plan.n_beside
         n_prompt, again = plan.n_tokens - n_rows, 0
         if n_prompt:
-            again = sum(s.n_again(n) for s, n in plan.chunks if s.n_lost)
+            again = sum(s.n_recomputed(n) for s, n in plan.chunks if s.n_computed_before)
         n_unfinished = min(self.n_parallel, len(self.running) + len(self.waiting))
         return StepWork(n_rows, plan.row_groups, plan.n_drafted, 0, n_prompt, min(again, n_prompt), n_unfinished)
 

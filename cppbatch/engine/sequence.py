@@ -172,11 +172,11 @@ class Seq:
         "n_accepted",
         "n_cached",
         "n_computed",
+        "n_computed_before",
         "n_ctx",
         "n_drafted",
         "n_exact",
         "n_keep",
-        "n_lost",
         "n_output",
         "n_prompt",
         "n_shifts",
@@ -234,7 +234,7 @@ class Seq:
         # Index in the text after the last token that is in `output` or was in an earlier output.
         self.n_output = self.n_prompt
         self.n_computed = 0
-        self.n_lost = 0  # its first tokens whose computed keys and values were lost
+        self.n_computed_before = 0  # its first tokens whose computed keys and values were lost
         self.n_exact = _ALL  # from here on, keys and values differ from those of a prompt of `tokens`
         self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.n_drafted = 0  # draft tokens that were computed
@@ -481,7 +481,7 @@ class Seq:
         self.stops = []
         # Together: an interrupted step must not leave one without the others.
         self.tokens, self.dropped, self.n_tokens, self.n_shifts = tokens, dropped, self.n_tokens - n, self.n_shifts + 1
-        self.draft, self.n_lost = [], 0
+        self.draft, self.n_computed_before = [], 0
         return n
 
     def preempted(self) -> None:
@@ -490,7 +490,7 @@ class Seq:
 
     def will_recompute(self) -> None:
         """Makes all tokens pending again, because keys and values are lost (not saved, or not restored)."""
-        self.n_lost = max(self.n_lost, min(self.n_computed, self.n_tokens))
+        self.n_computed_before = max(self.n_computed_before, min(self.n_computed, self.n_tokens))
         self.n_computed, self.n_exact = 0, _ALL
         self._set_status(SeqStatus.WAITING if self.seq_id < 0 else SeqStatus.PREFILL)
 
@@ -500,15 +500,15 @@ class Seq:
         self.cells = self.saved = None
         self.moving = False
         self.draft = []
-        self.n_lost = max(self.n_lost, self.n_computed)
+        self.n_computed_before = max(self.n_computed_before, self.n_computed)
         self.n_computed, self.n_exact = 0, _ALL
         self._set_status(SeqStatus.WAITING)
         if self.constraint:
             self.constraint.rebuild(self.text_tokens(self.n_prompt).tolist())
 
-    def n_again(self, n: int) -> int:
+    def n_recomputed(self, n: int) -> int:
         """How many of its next `n` tokens to compute were computed before."""
-        return max(0, min(n, self.n_lost - self.n_computed))
+        return max(0, min(n, self.n_computed_before - self.n_computed))
 
     def finished(self) -> None:
         """Ends the sequence, for any reason."""
@@ -538,7 +538,7 @@ class Seq:
             cached_tokens=min(self.n_cached, self.n_prompt),
             prefilled_tokens=self.n_prompt
             if self.n_generated or self.first_token_at
-            else min(max(self.n_computed, self.n_lost), self.n_prompt),
+            else min(max(self.n_computed, self.n_computed_before), self.n_prompt),
             completion_tokens=self.n_generated + self.has_end_token,
             context_shifts=self.n_shifts,
             drafted_tokens=self.n_drafted,

@@ -310,8 +310,8 @@ def check_slots(subject: Subject) -> Finding:
         file = Path(folder) / "slot.bin"
         disk: dict[str, Any] = {"prefix_cache": True, "prefix_cache_disk": f"{folder}/disk"}
         with subject.engine(**disk) as engine:
-            assert engine.core.kv.cache.disk
-            engine.core.kv.cache.disk._min_tokens = 20  # these models have 256 tokens, fewer than a file has
+            assert engine.core._disk
+            engine.core._disk._min_tokens = 20  # these models have 256 tokens, fewer than a file has
             engine.generate([prompt], _GREEDY, id_slot=0)
             answer = said(engine, prompt)
             engine.core.slots.write(file, engine.core.slots.take(0))
@@ -321,8 +321,8 @@ def check_slots(subject: Subject) -> Finding:
         slots_only: dict[str, Any] = {"prefix_cache": True}
         for settings in (slots_only, disk):
             with subject.engine(**settings) as engine:
-                if engine.core.kv.cache.disk:
-                    engine.core.kv.cache.disk._min_tokens = 20
+                if engine.core._disk:
+                    engine.core._disk._min_tokens = 20
                 if settings is not disk:
                     engine.core.slots.put(0, engine.core.slots.read(file))
                 result = engine.generate([longer], _GREEDY)[0]

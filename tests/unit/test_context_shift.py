@@ -36,7 +36,7 @@ LONG = 60
 def small_prefixes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
-        patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
+        patch.setattr(prefix_cache, "_COST_OF_SHARING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
         patch.setattr(pool, "_MIN_CACHED", 2)
         yield

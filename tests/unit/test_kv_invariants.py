@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 
@@ -49,6 +51,21 @@ def test_a_miscount_of_cells_is_found() -> None:
     engine.core.kv._cells.n_used += 1
     with pytest.raises(AssertionError, match="cells are used"):
         engine.core.kv.check()
+
+
+@KINDS
+def test_the_parts_of_a_pool_do_not_refer_back_to_it(unified: bool, sharing: Sharing) -> None:
+    engine = fake_engine(unified=unified, sharing=sharing)
+    engine.generate([[1] * 10, [1] * 8 + [2]], greedy(3))
+    kv = weakref.ref(engine.core.kv)
+    gc.collect()
+    gc.disable()  # only the count of references frees anything
+    try:
+        engine.close()
+        del engine
+        assert kv() is None
+    finally:
+        gc.enable()
 
 
 @KINDS

@@ -123,7 +123,7 @@ def test_cells_of_sets_that_wait_for_their_turn_count_as_used() -> None:
             break
         policy.step()  # checks the books, and the context that no more cells are used than there are
     assert not policy.scheduler.has_work
-    assert policy.kv.n_swaps > 0
+    assert policy.kv.moves.n_swaps > 0
 
 
 def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:

@@ -10,7 +10,8 @@ import pytest
 from cppbatch import BatchInferenceEngine, FinishReason
 from cppbatch.engine import core as core_module
 from cppbatch.engine.kv import pool
-from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
+from cppbatch.engine.kv.cached_prefix import CachedPrefix
+from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_SHARING, _WORTH_WAITING, PrefixCache
 from cppbatch.engine.kv.save_cost import SaveCost
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.support.fakes import (
@@ -127,7 +128,7 @@ def test_a_continued_conversation_computes_only_its_new_tokens(kind: str) -> Non
         conversation += [*answer_to(conversation, 6), *[2 + turn] * 9]
 
 
-@pytest.mark.parametrize(("kind", "cost"), [("cells", _COST_OF_TAKING), ("copy", _COST_OF_COPYING)])
+@pytest.mark.parametrize(("kind", "cost"), [("cells", _COST_OF_SHARING), ("copy", _COST_OF_COPYING)])
 def test_a_prefix_that_is_computed_sooner_than_taken_is_computed(kind: str, cost: int) -> None:
     for n_common, n_taken in ((cost, 0), (cost + 1, cost + 1)):
         engine = engine_of(kind)
@@ -575,7 +576,7 @@ def test_host_memory_that_is_full_forgets_the_least_recently_used(kind: str) -> 
 
 
 def test_a_prefix_larger_than_the_host_memory_for_all_is_forgotten() -> None:
-    cache = PrefixCache("cells", host_bytes=100)
+    cache = PrefixCache(engine_of("cells").core.kv.cache.sharing, host_bytes=100)
     for n_bytes in (60, 101, 40):
         cached = CachedPrefix(np.full(20, n_bytes % 64, np.int32), ("", ()), 0, None)
         cache.add(cached)
@@ -587,7 +588,7 @@ def test_a_prefix_larger_than_the_host_memory_for_all_is_forgotten() -> None:
 @pytest.mark.parametrize(("n_more", "from_host"), [(-1, False), (1, True)])
 def test_host_memory_is_used_only_for_a_prefix_much_longer_than_that_in_cells(n_more: int, from_host: bool) -> None:
     engine = engine_of("cells", n_ctx=128, n_batch=128)
-    n = 10 + _COST_OF_COPYING - _COST_OF_TAKING + n_more
+    n = 10 + _COST_OF_COPYING - _COST_OF_SHARING + n_more
     ask(engine, [1] * n)
     fill(engine, 120)
     assert ask(engine, [1] * 10 + [2]) == 0

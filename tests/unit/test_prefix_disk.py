@@ -21,6 +21,8 @@ from cppbatch.engine.disk import prefixes
 from cppbatch.engine.disk.folder import PrefixFolder, PrefixIndex, file_name
 from cppbatch.engine.disk.slots import Footer, StateKey, weight_files
 from cppbatch.engine.engine import BatchInferenceEngine as Engine
+from cppbatch.engine.kv import pool
+from cppbatch.engine.kv.prefix_tier import TierLimits
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.errors import ConfigError
@@ -214,12 +216,12 @@ def test_the_index_finds_what_another_process_wrote_and_forgets_what_it_deleted(
     write(theirs, key_of(model, cache_type_k="f32"), tokens_from(0, 50))
     assert index.refresh() == 0
     assert len(index) == 1
-    found = index.best(tokens_from(0, 30), ("", ()), whole=False, max_bytes=10_000)
+    found = index.best(tokens_from(0, 30), ("", ()), TierLimits(n_bytes=10_000))
     assert found
     assert (found[0].name, found[1]) == (name, 30)
-    assert index.best(tokens_from(0, 30), ("", ()), whole=True, max_bytes=10_000) is None
-    assert index.best(tokens_from(0, 30), ("salt", ()), whole=False, max_bytes=10_000) is None
-    assert index.best(tokens_from(0, 30), ("", ()), whole=False, max_bytes=10) is None
+    assert index.best(tokens_from(0, 30), ("", ()), TierLimits(whole=True, n_bytes=10_000)) is None
+    assert index.best(tokens_from(0, 30), ("salt", ()), TierLimits(n_bytes=10_000)) is None
+    assert index.best(tokens_from(0, 30), ("", ()), TierLimits(n_bytes=10)) is None
     theirs.remove(name)
     index.refresh()
     assert len(index) == 0
@@ -251,8 +253,8 @@ def test_a_salt_is_not_readable_in_the_file(model: Path, tmp_path: Path) -> None
     (path,) = folder.folder.glob("prefix-*")
     assert b"secret" not in path.read_bytes()
     index.refresh()
-    assert index.best(tokens_from(0), ("a secret", ()), whole=False, max_bytes=10_000)
-    assert not index.best(tokens_from(0), ("another", ()), whole=False, max_bytes=10_000)
+    assert index.best(tokens_from(0), ("a secret", ()), TierLimits(n_bytes=10_000))
+    assert not index.best(tokens_from(0), ("another", ()), TierLimits(n_bytes=10_000))
 
 
 # --- when reading and writing pay off ---------------------------------------------------------------------------------
@@ -278,8 +280,8 @@ def few_and_slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, unless a test allows it."""
     made = prefixes.DiskPrefixes.__init__
 
-    def make(self: Any, kv: Any, folder: Any, key: Any, _token_s: Any) -> None:
-        made(self, kv, folder, key, lambda: 1.0, min_tokens=20)
+    def make(self: Any, folder: Any, key: Any, _token_s: Any) -> None:
+        made(self, folder, key, lambda: 1.0, min_tokens=20)
         self._left_s = -1e9
 
     monkeypatch.setattr(prefixes.DiskPrefixes, "__init__", make)
@@ -301,10 +303,16 @@ def disk_engine(model: Path, folder: Path, **settings: Any) -> BatchInferenceEng
 
 def write_while_idle(engine: Engine) -> None:
     """Until nothing is left to write."""
-    disk, end = engine.core.kv.cache.disk, time.monotonic() + 5
+    disk, end = engine.core._disk, time.monotonic() + 5
     while disk and (disk._candidates or not disk._is_free()):
         time.sleep(min(0.02, engine.core.idle()))
         assert time.monotonic() < end
+
+
+def test_the_pool_imports_nothing_of_the_disk_not_even_for_types() -> None:
+    modules = list((Path(pool.__file__).parent).glob("*.py"))
+    assert len(modules) > 10
+    assert not [module.name for module in modules if "engine.disk" in module.read_text()]
 
 
 def files(folder: Path) -> int:
@@ -496,9 +504,9 @@ def test_a_full_disk_is_one_line_and_no_failed_request(
             ask(engine, [i + 1] * 50)
             time.sleep(0.11)
             engine.core.idle()
-            assert engine.core.kv.cache.disk
-            engine.core.kv.cache.disk._wait_for_writer(5)
-            engine.core.kv.cache.disk._paused_until = 0
+            assert engine.core._disk
+            engine.core._disk._wait_for_writer(5)
+            engine.core._disk._paused_until = 0
         monkeypatch.undo()
     lines = [record.message for record in caplog.records if "cannot write cached prefixes to disk" in record.message]
     assert len(lines) == 1
@@ -514,7 +522,7 @@ def test_a_cancelled_request_leaves_its_read_to_others(model: Path, tmp_path: Pa
         engine.cancel(name)
         drain(engine)
         end = time.monotonic() + 5
-        while engine.core.kv.cache.disk and engine.core.kv.cache.disk._reads:
+        while engine.core._disk and engine.core._disk._reads:
             engine.core.idle()
             assert time.monotonic() < end
         assert ask(engine, LONG) > 50
@@ -523,18 +531,18 @@ def test_a_cancelled_request_leaves_its_read_to_others(model: Path, tmp_path: Pa
 def test_writing_beside_requests_takes_its_share_of_the_time_only(model: Path, tmp_path: Path) -> None:
     now = 0.0
     with disk_engine(model, tmp_path / "d") as engine:
-        disk = engine.core.kv.cache.disk
+        disk = engine.core._disk
         assert disk
         disk._clock = lambda: now
         disk._counted_at = now
         disk._left_s = -0.05
         ask(engine, LONG)
         for now in (1.0, 2.0, 4.0, 8.0):  # noqa: B007
-            disk.after_step()
+            disk.after_step(engine.core.kv.state_of)
             assert disk._is_free()
             assert files(tmp_path / "d") == 0
         now = 12.0
-        disk.after_step()
+        disk.after_step(engine.core.kv.state_of)
         assert disk._wait_for_writer(5)
         assert files(tmp_path / "d") == 1
 
@@ -543,13 +551,13 @@ def test_a_prefix_that_leaves_host_memory_is_written_before(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with disk_engine(model, tmp_path / "d", n_ctx=64, n_parallel=1, prefix_cache_ram=1) as engine:
-        disk = engine.core.kv.cache.disk
+        disk = engine.core._disk
         assert disk
         for i in (1, 2):
             ask(engine, [i] * 40)
         assert files(tmp_path / "d") == 0
         assert len(engine.core.kv.cache.in_host) == 1
-        monkeypatch.setattr(disk, "after_step", lambda: None)
+        monkeypatch.setattr(disk, "after_step", lambda _: None)
         disk._left_s = 0.1
         ask(engine, [3] * 40)
         assert disk._wait_for_writer(5)

@@ -39,7 +39,7 @@ def small_scale() -> Iterator[None]:
         patch.setattr(core_module, "perf_counter", CLOCK)
         patch.setattr(input_processor, "perf_counter", CLOCK)
         patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
-        patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
+        patch.setattr(prefix_cache, "_COST_OF_SHARING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
         patch.setattr(pool, "_MIN_CACHED", 2)
         patch.setattr(step_shape, "_GAP_STEPS", 1)

@@ -37,8 +37,9 @@ from cppbatch.engine.disk.slots import (
     read_slot_head,
     slot_file_parts,
 )
-from cppbatch.engine.kv.checkpoints import ends_of
-from cppbatch.engine.kv.prefix_cache import Salt
+from cppbatch.engine.kv.cached_prefix import Salt
+from cppbatch.engine.kv.checkpoints import checkpoint_lengths
+from cppbatch.engine.kv.prefix_tier import TierLimits
 from cppbatch.engine.kv.radix_tree import RadixTree
 from cppbatch.engine.sequence import SavedState
 from cppbatch.errors import ConfigError
@@ -241,21 +242,21 @@ class DiskPrefix(msgspec.Struct, frozen=True, eq=False):
     """A prefix on disk."""
 
     name: str
-    """The size of its file."""
     tokens: Tokens
     n_bytes: int
-    ends: tuple[int, ...] = ()
+    """The size of its file."""
+    checkpoints: tuple[int, ...] = ()
     """Numbers of tokens of its checkpoints, descending."""
 
     def usable(self, n: int, *, whole: bool) -> int:
         """How many of its first `n` tokens can be used. `whole`: only up to a checkpoint, or all of its tokens."""
         if not whole or n == len(self.tokens):
             return n
-        return next((end for end in self.ends if end <= n), 0)
+        return next((length for length in self.checkpoints if length <= n), 0)
 
 
 DiskSalt = tuple[str, AdapterDigests]
-"""Like `Salt`, with the hash of the `cache_salt` and the digests of the adapters."""
+"""A `Salt` on disk: the hash of the `cache_salt`, and the digests of the adapters."""
 
 
 class PrefixIndex:
@@ -301,13 +302,13 @@ class PrefixIndex:
                     self._folder.remove(name)
                     n_damaged += 1
                     continue
-                prefix = DiskPrefix(name, tokens, n_bytes, ends_of(footer.form))
+                prefix = DiskPrefix(name, tokens, n_bytes, checkpoint_lengths(footer.form))
                 self._insert(prefix, (footer.cache_salt, tuple(footer.adapters)))
         return n_damaged
 
     def add(self, name: str, tokens: Tokens, salt: Salt, n_bytes: int, footer: Footer) -> None:
         """Adds a newly written file."""
-        self._insert(DiskPrefix(name, tokens, n_bytes, ends_of(footer.form)), self._disk_salt(salt))
+        self._insert(DiskPrefix(name, tokens, n_bytes, checkpoint_lengths(footer.form)), self._disk_salt(salt))
 
     def _insert(self, prefix: DiskPrefix, salt: DiskSalt) -> None:
         with self._lock:
@@ -321,13 +322,8 @@ class PrefixIndex:
             if prefix := self._by_name.pop(name, None):
                 self._tree.discard(prefix)
 
-    def best(
-        self, tokens: Tokens, salt: Salt, *, whole: bool, max_bytes: int, max_tokens: int | None = None
-    ) -> tuple[DiskPrefix, int] | None:
-        """The prefix on disk with the most usable tokens, and their number; the smallest file of several.
-
-        `whole`: as in `DiskPrefix.usable`. `max_bytes`, `max_tokens`: limits for its file.
-        """
+    def best(self, tokens: Tokens, salt: Salt, limits: TierLimits) -> tuple[DiskPrefix, int] | None:
+        """The prefix on disk with the most usable tokens, and their number; the smallest file of several."""
         best: tuple[DiskPrefix, int] | None = None
         if not self._key.files.are_known:
             return None
@@ -335,8 +331,8 @@ class PrefixIndex:
             for prefix, n_equal in self._tree.matches(tokens, self._disk_salt(salt)):
                 if best and n_equal < best[1]:
                     break
-                n = prefix.usable(n_equal, whole=whole)
-                fits = prefix.n_bytes <= max_bytes and (max_tokens is None or len(prefix.tokens) <= max_tokens)
+                n = prefix.usable(n_equal, whole=limits.whole)
+                fits = prefix.n_bytes <= limits.n_bytes and len(prefix.tokens) <= limits.n_tokens
                 if fits and n and (best is None or (n, -prefix.n_bytes) > (best[1], -best[0].n_bytes)):
                     best = prefix, n
         return best
@@ -349,17 +345,7 @@ class PrefixIndex:
 
     def footer(self, salt: Salt, state: SavedState) -> Footer:
         """The footer for a file with this state."""
-        cache_salt, adapters = self._disk_salt(salt)
-        key = self._key
-        return Footer(
-            model=key.model,
-            digest=key.digest,
-            cache_types=key.cache_types,
-            cache_salt=cache_salt,
-            adapters=list(adapters),
-            form=state.form,
-            settings=key.settings,
-        )
+        return self._key.footer(*self._disk_salt(salt), state)
 
     def name(self, tokens: Tokens, footer: Footer) -> str:
         """The file name for a prefix."""

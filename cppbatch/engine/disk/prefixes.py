@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.disk.folder import DiskPrefix, PrefixFolder, PrefixIndex
 from cppbatch.engine.disk.slots import Footer, StateKey
-from cppbatch.engine.kv.pool import KVPool
-from cppbatch.engine.kv.prefix_cache import CachedPrefix, DiskCounts, Salt
+from cppbatch.engine.kv.cached_prefix import CachedPrefix, Salt
+from cppbatch.engine.kv.prefix_tier import TierCounts, TierLimits
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.engine.sequence import DiskRead, SavedState, Seq
@@ -58,16 +59,22 @@ class _NoRead:
 
 _NO_READ: DiskRead = _NoRead()
 
+StateOf = Callable[[CachedPrefix], SavedState | None]
+"""Returns the state of a cached prefix; None if it is no longer cached, or memory for a copy runs out."""
+AddCached = Callable[[Tokens, Salt, npt.NDArray[np.uint8], Mapping[str, Any]], None]
+"""Adds a prefix to the cache in host memory: tokens, salt, data and form of its state. Raises `TypeError` or
+`CppBatchError` for a state that this version cannot read."""
+
 
 class DiskPrefixes:
-    """The prefixes on disk of an engine: the cache tier below host memory.
+    """The prefixes on disk of an engine: a `PrefixTier`.
 
-    All methods are for the engine's thread, except `refresh`.
+    All methods are for the engine's thread, except `refresh`. Methods that need a state, or have one to add, get the
+    function for it.
     """
 
     def __init__(
         self,
-        kv: KVPool,
         folder: PrefixFolder,
         key: StateKey,
         token_s: Callable[[], float],
@@ -75,9 +82,8 @@ class DiskPrefixes:
         min_tokens: int = _MIN_TOKENS,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`kv`: creates this in its constructor. `token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer
-        tokens are neither written nor read."""
-        self._kv = kv
+        """`token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer tokens are neither written nor read."""
+        self._limits = TierLimits()
         self._folder = folder
         self._files = key.files
         self._files.read_beside()
@@ -85,7 +91,7 @@ class DiskPrefixes:
         self._cost = DiskCost(token_s)
         self._min_tokens = min_tokens
         self._index = PrefixIndex(folder, key)
-        self.counts = DiskCounts(entries=len(self._index))
+        self.counts = TierCounts(entries=len(self._index))
         # In order of arrival.
         self._candidates: dict[CachedPrefix, None] = {}
         # Most of their tokens are on disk already: the rest is written at the end.
@@ -107,6 +113,10 @@ class DiskPrefixes:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
+    def set_limits(self, limits: TierLimits) -> None:
+        """Sets which prefixes can be used from now on."""
+        self._limits = limits
+
     def refresh(self) -> None:
         """Looks for files of other processes. For a thread that prepares a request; usually a single system call."""
         self.counts.damaged += self._index.refresh()
@@ -122,11 +132,10 @@ class DiskPrefixes:
         return not sequence.disk_read.done
 
     def _start_read(self, sequence: Seq, n: int) -> DiskRead:
-        tokens, whole = sequence.tokens[: sequence.n_tokens - 1], not self._kv.cache.takes_any
+        tokens, limits = sequence.tokens[: sequence.n_tokens - 1], self._limits
         if len(tokens) - n < self._min_tokens:
             return _NO_READ
-        most, n_most = self._kv.cache.host_bytes, self._kv.n_ctx_seq  # it is restored whole
-        found = self._index.best(tokens, sequence.salt, whole=whole, max_bytes=most, max_tokens=n_most)
+        found = self._index.best(tokens, sequence.salt, limits)
         if found is None:
             return _NO_READ
         prefix, n_found = found
@@ -134,7 +143,7 @@ class DiskPrefixes:
         if n_found - n < self._min_tokens:
             return _NO_READ
         if read is None:
-            has_room = self._n_reading + prefix.n_bytes <= most
+            has_room = self._n_reading + prefix.n_bytes <= limits.n_bytes
             if not (has_room and self._cost.is_worth(n_found - n, prefix.n_bytes)):
                 return _NO_READ
             read = self._reads[prefix.name] = _Read(prefix, sequence.salt)
@@ -164,8 +173,8 @@ class DiskPrefixes:
         self._read_now.append(read)
         self._arrived.set()
 
-    def collect(self) -> None:
-        """Adds the read prefixes to the cache in host memory, and lets the waiting sequences continue."""
+    def collect(self, add: AddCached) -> None:
+        """Adds the read prefixes to the cache, and lets the waiting sequences continue."""
         self._arrived.clear()
         while self._read_now:
             read = self._read_now.popleft()
@@ -173,7 +182,7 @@ class DiskPrefixes:
             del self._reads[name]
             self._n_reading -= n_bytes
             read.done = True
-            if read.data and self._add(*read.data, read.salt):
+            if read.data and self._add(*read.data, read.salt, add):
                 self._cost.observe_read(n_bytes, read.seconds)
                 self.counts.hits += len(read.gains)
                 self.counts.hit_tokens += sum(read.gains)
@@ -183,9 +192,10 @@ class DiskPrefixes:
             self.counts.entries = len(self._index)
             read.data = None
 
-    def _add(self, tokens: Tokens, data: npt.NDArray[np.uint8], footer: Footer, salt: Salt) -> bool:
+    @staticmethod
+    def _add(tokens: Tokens, data: npt.NDArray[np.uint8], footer: Footer, salt: Salt, add: AddCached) -> bool:
         try:
-            self._kv.add_cached(tokens, salt, self._kv.read_state(data, footer.form))
+            add(tokens, salt, data, footer.form)
         except (TypeError, CppBatchError) as error:  # another version of this program wrote it
             log.warning("cannot use a cached prefix on disk: %s", error)
             return False
@@ -207,38 +217,37 @@ class DiskPrefixes:
         candidates[cached] = None
         if len(candidates) > _MAX_CANDIDATES:
             for each in list(candidates):
-                if not self._kv.cache.has(each):
+                if each.is_dropped:
                     del candidates[each]
             if len(candidates) > _MAX_CANDIDATES:
                 del candidates[next(iter(candidates))]
 
-    def dropped(self, cached: CachedPrefix) -> None:
-        """Called before this prefix is dropped from host memory (`saved`): the last chance to write it."""
+    def dropped(self, cached: CachedPrefix, state: SavedState) -> None:
+        """Called before this prefix is dropped from host memory: the last chance to write its state."""
         is_candidate = cached in self._candidates or cached in self._rests
         self._candidates.pop(cached, None)
         self._rests.pop(cached, None)
         if is_candidate and self._may_write() and self._has_time_left():
-            self._try_write(cached, is_beside=True)
+            self._try_write(cached, lambda _: state, is_beside=True)
 
-    def after_step(self) -> None:
+    def after_step(self, state_of: StateOf) -> None:
         """Writes a prefix while requests run, if the time budget allows."""
         self._worked_at = self._clock()
         if self._candidates and self._may_write() and self._has_time_left():
-            self._write_next(is_beside=True)
+            self._write_next(state_of, is_beside=True)
 
-    def idle(self) -> float:
+    def idle(self, state_of: StateOf) -> float:
         """Writes a prefix while there are no requests. Returns the seconds until the next call.
 
         Not immediately after the last request, since the next one often follows.
         """
-        self.collect()
         if not self._candidates or self._clock() < self._paused_until:
             return 1.0
         if self._clock() >= self._worked_at + _IDLE_S and self._may_write():
-            self._write_next(is_beside=False)
+            self._write_next(state_of, is_beside=False)
         return _IDLE_S / 2
 
-    def write_rest(self, seconds: float) -> None:
+    def write_rest(self, seconds: float, state_of: StateOf) -> None:
         """Writes all remaining worthwhile prefixes, within a time limit: the engine is closing, or may never run
         again."""
         until = self._clock() + seconds
@@ -247,7 +256,7 @@ class DiskPrefixes:
         self._candidates |= self._rests
         self._rests = {}
         while self._wait_for_writer(until - self._clock()) and self._may_write():
-            if not self._write_next(is_beside=False, is_last=True):
+            if not self._write_next(state_of, is_beside=False, is_last=True):
                 break
 
     def _wait_for_writer(self, seconds: float) -> bool:
@@ -270,24 +279,24 @@ class DiskPrefixes:
             self._counted_at = now
             return self._left_s > 0
 
-    def _write_next(self, *, is_beside: bool, is_last: bool = False) -> bool:
+    def _write_next(self, state_of: StateOf, *, is_beside: bool, is_last: bool = False) -> bool:
         """Starts writing a prefix, preferring one that has been reused. False if there is none."""
         while self._candidates:
-            cached = next((each for each in self._candidates if each.is_taken), next(iter(self._candidates)))
+            cached = next((each for each in self._candidates if each.was_reused), next(iter(self._candidates)))
             del self._candidates[cached]
             if not is_last and self._n_new(cached) < _MIN_NEW_PART * len(cached.tokens):
                 self._rests[cached] = None  # most of it has been written meanwhile
-            elif self._try_write(cached, is_beside=is_beside):
+            elif self._try_write(cached, state_of, is_beside=is_beside):
                 return True
         return False
 
-    def _try_write(self, cached: CachedPrefix, *, is_beside: bool) -> bool:
+    def _try_write(self, cached: CachedPrefix, state_of: StateOf, *, is_beside: bool) -> bool:
         """Starts writing a prefix, if it is cached and still worth it. `is_beside`: requests are running."""
         n_new = self._n_new(cached)
         if n_new < self._min_tokens:
             return False
         began = self._clock()
-        state = self._kv.state_of(cached)
+        state = state_of(cached)
         if state is None:
             return False
         if is_beside:
@@ -295,8 +304,8 @@ class DiskPrefixes:
         self._token_bytes = state.n_bytes / len(cached.tokens)
         if not self._cost.is_worth(n_new, state.n_bytes):
             return False
-        removes = self._kv.cache.takes_any
-        self._writing = self._writer.submit(self._write, cached.tokens, cached.salt, state, is_beside, removes)
+        write, removes = self._write, not self._limits.whole
+        self._writing = self._writer.submit(write, cached.tokens, cached.salt, state, is_beside, removes)
         return True
 
     def _write(self, tokens: Tokens, salt: Salt, state: SavedState, is_beside: bool, removes: bool) -> None:
@@ -340,8 +349,8 @@ class DiskPrefixes:
 
     def _n_new(self, cached: CachedPrefix) -> int:
         """The number of a prefix's tokens that are not on disk. Marks the prefix with the most of them as used."""
-        whole = not self._kv.cache.takes_any
-        found = self._index.best(cached.tokens, cached.salt, whole=whole, max_bytes=self._folder.max_bytes)
+        limits = TierLimits(whole=self._limits.whole, n_bytes=self._folder.max_bytes)
+        found = self._index.best(cached.tokens, cached.salt, limits)
         if found is None:
             return len(cached.tokens)
         prefix, n = found
@@ -368,6 +377,6 @@ class DiskPrefixes:
             threads.shutdown(cancel_futures=True)
 
     def abandon(self) -> None:
-        """As `close`, without waiting, also on one of the threads that write and read."""
+        """Closes without waiting. May be called on one of the threads that write and read."""
         for threads in (self._writer, self._reader):
             threads.shutdown(wait=False, cancel_futures=True)

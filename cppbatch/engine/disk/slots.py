@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import EngineConfig
-from cppbatch.engine.kv.pool import OUT_OF_MEMORY, KVPool
+from cppbatch.engine.kv.memory import OUT_OF_MEMORY
+from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.sequence import SavedState
@@ -108,7 +109,7 @@ def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, i
 
 
 def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
-    """Like `read_slot_file`, from a file's content, without copying. Raises `ValueError` if it is damaged."""
+    """Reads the content of a file (`read_slot_file`), without copying. Raises `ValueError` if it is damaged."""
     footer, n_note = _footer(data[-8:].tobytes(), lambda n: data[data.size - 8 - n : data.size - 8].tobytes())
     tokens, state_at = _tokens(data)
     state = data[state_at : data.size - 8 - n_note]
@@ -237,6 +238,10 @@ class StateKey:
             return None
         return tuple(sorted((digests.index(digest), scale) for digest, scale in adapters))
 
+    def footer(self, cache_salt: str, adapters: AdapterDigests, state: SavedState) -> Footer:
+        """The footer for a file with this state. `cache_salt`: as it is in the file."""
+        return Footer(self.model, self.digest, self.cache_types, cache_salt, list(adapters), state.form, self.settings)
+
     @cached_property
     def short(self) -> str:
         """A short hash of the model, cache types and settings, for file names."""
@@ -297,15 +302,7 @@ class Slots:
         """Writes a prefix to a file, replacing it. Raises `InvalidRequest` on failure."""
         self._read_weights(path)
         data = prefix.state.data
-        footer = Footer(
-            model=self._key.model,
-            digest=self._key.digest,
-            cache_types=self._key.cache_types,
-            cache_salt=prefix.cache_salt,
-            adapters=list(self._key.adapter_digests(prefix.adapters)),
-            form=prefix.state.form,
-            settings=self._key.settings,
-        )
+        footer = self._key.footer(prefix.cache_salt, self._key.adapter_digests(prefix.adapters), prefix.state)
         try:
             n_bytes = write_slot_file(path, prefix.tokens, data, footer)
         except OSError as error:

@@ -109,8 +109,8 @@ def _fewest_ubatches(run: list[Entry], ubatch_tokens: int) -> list[Entry]:
 
 
 def _n_ubatches(lengths: list[int], ubatch_tokens: int) -> int:
-    """Of pieces with consecutive seq_ids that are computed together, until the shortest ends; then the pieces on either
-    side of it are."""
+    """The number of ubatches of pieces with consecutive seq_ids, which are computed together until the shortest ends;
+    then the pieces on either side of it are."""
     shortest = min(lengths)
     left = [n - shortest for n in lengths]
     runs = [list(run) for is_left, run in groupby(left, bool) if is_left]

@@ -25,7 +25,7 @@ _OLDER = 4  # n tokens before the end: a checkpoint every n / 4 tokens
 _EVERY = 512  # tokens between checkpoints in the absence of markers
 
 
-_ENDS = "ends"  # in the form of a state followed by the parts of checkpoints
+_PARTS = "ends"  # in the form of a state followed by the parts of checkpoints
 
 
 class StateWithParts(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class StateWithParts(msgspec.Struct, frozen=True):
     @property
     def form(self) -> dict[str, Any]:
         """The form of the state, plus the number of tokens, bytes and form of each part."""
-        return {**self.state.form, _ENDS: [[n, part.data.nbytes, part.form] for n, part in self.parts]}
+        return {**self.state.form, _PARTS: [[n, part.data.nbytes, part.form] for n, part in self.parts]}
 
     @classmethod
     def read(
@@ -58,22 +58,22 @@ class StateWithParts(msgspec.Struct, frozen=True):
         read_state: Callable[[npt.NDArray[np.uint8], Mapping[str, Any]], SavedState],
     ) -> StateWithParts:
         """The inverse of `data` and `form`. `read_state`: of the context, whose errors are raised."""
-        ends = form.get(_ENDS, [])
-        at = data.size - sum(n_bytes for _, n_bytes, _ in ends)
+        kept = form.get(_PARTS, [])
+        at = data.size - sum(n_bytes for _, n_bytes, _ in kept)
         # A view would keep the parts in memory too, which have their own arrays.
         state = read_state(
-            data[:at].copy() if ends else data, {name: value for name, value in form.items() if name != _ENDS}
+            data[:at].copy() if kept else data, {name: value for name, value in form.items() if name != _PARTS}
         )
         parts = []
-        for n, n_bytes, part_form in ends:
+        for n, n_bytes, part_form in kept:
             parts.append((int(n), read_state(data[at : at + n_bytes].copy(), part_form)))
             at += n_bytes
         return cls(state, parts)
 
 
-def ends_of(form: Mapping[str, Any]) -> tuple[int, ...]:
+def checkpoint_lengths(form: Mapping[str, Any]) -> tuple[int, ...]:
     """Numbers of tokens to which a state of this form can be truncated, descending."""
-    return tuple(sorted((int(n) for n, _, _ in form.get(_ENDS, [])), reverse=True))
+    return tuple(sorted((int(n) for n, _, _ in form.get(_PARTS, [])), reverse=True))
 
 
 class CheckpointPlaces:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from cppbatch.engine.cells import n_held
-from cppbatch.engine.kv.prefix_cache import CachedPrefix, PrefixCache
+from cppbatch.engine.kv.cached_prefix import Source
+from cppbatch.engine.kv.memory import Memory
+from cppbatch.engine.kv.prefix_cache import PrefixCache
 from cppbatch.engine.sequence import Seq
-
-
-class Memory(Protocol):
-    """The part of a llama.cpp context that shows the content of its memory."""
-
-    n_seq_max: int
-    n_seq_ids: int
-
-    def last_position(self, seq_id: int) -> int: ...
-
 
 Running = Mapping[int, Seq]
 """Sequences by seq_id."""
@@ -56,7 +47,7 @@ def dump_cells(memory: Memory, n_used: int, running: Running, cache: PrefixCache
     return "\n".join([*lines, f"positions in llama.cpp: { {i: n for i, n in native.items() if n} }"])
 
 
-def _sizes(holder: Seq | CachedPrefix) -> str:
+def _sizes(holder: Source) -> str:
     return f"{holder.n_computed} tokens at {holder.n_positions} positions"
 
 
@@ -66,5 +57,5 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _holders(running: Running, cache: PrefixCache) -> dict[int, Seq | CachedPrefix]:
+def _holders(running: Running, cache: PrefixCache) -> dict[int, Source]:
     return {**running, **{prefix.seq_id: prefix for prefix in cache.in_cells}}

@@ -43,7 +43,7 @@ class LayoutPolicy:
     """
 
     def __init__(self, stream_cells: int, n_cached: int | None) -> None:
-        """As in `Layouts`."""
+        """The arguments are those of `Layouts`."""
         self._stream_cells = stream_cells
         self._n_cached = n_cached
         self._shared = 0.0

@@ -2,108 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING
 
-import msgspec
-
-from cppbatch.config import Sharing
-from cppbatch.engine.cells import Span
+from cppbatch.engine.kv.cached_prefix import CachedPrefix, Checkpoint, Match, Salt, Source
+from cppbatch.engine.kv.checkpoints import StateWithParts
+from cppbatch.engine.kv.prefix_tier import PrefixTier
 from cppbatch.engine.kv.radix_tree import RadixTree, Tokens
-from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.kv.sharing import PrefixSharing
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
-if TYPE_CHECKING:
-    from cppbatch.engine.disk.prefixes import DiskPrefixes
-
 _WORTH_WAITING = 24  # tokens: wait for a prefix being computed if it saves this many more than the best one now
-_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share or copy a prefix, in computed tokens
-_NEVER_TAKEN = 4  # factor on the age of an entry that has never been reused
+_COST_OF_SHARING, _COST_OF_COPYING = 4, 16  # the time to share or copy a prefix, in computed tokens
+_NEVER_REUSED = 4  # factor on the age of an entry that has never been reused
 _MOST_IN_HOST = 4096  # prefixes and checkpoints in host memory: a lookup may iterate over all of them, in half a ms
 _COPIED_AT_ONCE = 100  # tokens copied in the time to compute one; measured: about 200
-
-
-Salt = tuple[str, AdapterSet]
-"""A request's `cache_salt` and LoRA adapters: only prefixes with an equal salt are shared."""
-
-
-class CachedPrefix:
-    """The computed tokens of a finished sequence: in cells (`seq_id` >= 0) or saved in host memory (`saved`)."""
-
-    __slots__ = ("cells", "n_positions", "n_taken", "salt", "saved", "seq_id", "tokens", "used_at")
-
-    def __init__(
-        self, tokens: Tokens, salt: Salt, seq_id: int, cells: Span | None, n_positions: int | None = None
-    ) -> None:
-        """`n_positions`: the positions of the tokens (`Seq.span`); None: not in cells, or one per token."""
-        self.tokens = tokens
-        self.n_positions = len(tokens) if n_positions is None else n_positions
-        self.salt = salt
-        self.seq_id = seq_id
-        self.cells = cells
-        self.saved: SavedState | None = None
-        self.n_taken = 0
-        """The maximum number of its tokens that a sequence has reused."""
-        self.used_at = 0
-        """The number of the last query that used it."""
-
-    @property
-    def n_computed(self) -> int:
-        """The number of its tokens, which are all computed."""
-        return len(self.tokens)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether a sequence has reused tokens of it."""
-        return self.n_taken > 0
-
-
-class Checkpoint(msgspec.Struct, eq=False):
-    """The memory of these tokens that cannot be truncated: the cells of sliding windows, recurrent states.
-
-    Allows a sequence with their full-attention cells, and later ones, to return to their end. Only if sharing is
-    "checkpoints"; models with only states have a `CachedPrefix` instead.
-    """
-
-    tokens: Tokens
-    salt: Salt
-    saved: SavedState
-    used_at: int
-    is_taken: bool = False
-
-    @property
-    def n_bytes(self) -> int:
-        """Size in host memory."""
-        return self.saved.n_bytes + self.tokens.nbytes
-
-
-class Match(msgspec.Struct, frozen=True):
-    """A prefix to reuse: the first `n` tokens of `source`."""
-
-    source: Seq | CachedPrefix
-    n: int
-    checkpoint: Checkpoint | None = None
-    """Restores memory that cannot be truncated. None: it can, or `n` covers all computed tokens of the source."""
-    is_cut: bool = False
-    """Whether the source, or a copy of it, is truncated without a checkpoint."""
-    of_slot: bool = False
-    """Whether the source is the prefix of the requested slot (`id_slot`), which may be truncated."""
-
-
-class DiskCounts(msgspec.Struct):
-    """Counters for prefixes on disk, since the start of the engine."""
-
-    hits: int = 0
-    """Sequences for which a prefix was read from disk."""
-    hit_tokens: int = 0
-    """Prompt tokens that these sequences could reuse."""
-    read_bytes: int = 0
-    written_bytes: int = 0
-    damaged: int = 0
-    """Deleted files that were damaged or did not match their name."""
-    entries: int = 0
-    """Current prefixes on disk that this engine can use."""
 
 
 class PrefixCache:
@@ -114,24 +26,15 @@ class PrefixCache:
     evicted from cells.
     """
 
-    def __init__(
-        self,
-        sharing: Sharing,
-        *,
-        host_bytes: int,
-        first_cut: Callable[[int], int] = lambda seq_id: 1 << 31,
-        disk: DiskPrefixes | None = None,
-    ) -> None:
-        """`first_cut`: returns the minimum tokens to which a seq_id can currently be truncated, if sharing is
-        "checkpoints". `disk`: the tier below host memory."""
+    def __init__(self, sharing: PrefixSharing, *, host_bytes: int, tier: PrefixTier | None = None) -> None:
+        """`tier`: the one below host memory."""
         self.sharing = sharing
-        self.disk = disk
-        self._first_cut = first_cut
+        self.tier = tier
         self.host_bytes = host_bytes
         self.used_host_bytes = 0
         self.queries = self.hits = self.hit_tokens = 0
-        self._tree: RadixTree[Seq | CachedPrefix] = RadixTree()
-        self._ends: RadixTree[Checkpoint] = RadixTree()
+        self._tree: RadixTree[Source] = RadixTree()
+        self._checkpoint_tree: RadixTree[Checkpoint] = RadixTree()
         # All are ordered least recently used first.
         self.in_cells: dict[CachedPrefix, None] = {}
         self.in_host: dict[CachedPrefix, None] = {}
@@ -139,16 +42,11 @@ class PrefixCache:
         self.slots: dict[int, tuple[Tokens, Salt]] = {}
         """The computed tokens and the salt of each slot's last request (`id_slot`)."""
 
-    @property
-    def takes_any(self) -> bool:
-        """Whether a sequence can reuse any prefix of another one."""
-        return self.sharing in ("cells", "copy")
-
     # --- running sequences --------------------------------------------------------------------------------------
 
     def wants(self, sequence: Seq) -> bool:
         """Whether this sequence uses the cache: reuses a prefix, and leaves its own tokens as one."""
-        return self.sharing != "none" and sequence.request.cache_prompt
+        return self.sharing.reuses and sequence.request.cache_prompt
 
     def track(self, sequence: Seq) -> None:
         """Offers the known tokens of this running sequence to others, until a context shift."""
@@ -176,24 +74,24 @@ class PrefixCache:
             return None, False
         tokens = sequence.tokens[: sequence.n_tokens - 1]
         own = self.of_slot(sequence.request.id_slot)
-        ends = self._ends_within(tokens, sequence.salt)
+        checkpoints = self._checkpoints_along(tokens, sequence.salt)
         for source, n_equal in self._tree.matches(tokens, sequence.salt):
             n = sequence.before_media(n_equal)
             if n <= best_gain:
                 break
-            usable, end = self._usable(source, n, ends)
+            usable, checkpoint = self._usable(source, n, checkpoints)
             if (whole := sequence.before_media(usable)) < usable:  # the source is computing an image
-                usable = whole if self.takes_any else 0
-            gain = usable - (_COST_OF_TAKING if source is own else self._cost(source, usable))
+                usable = whole if self.sharing.shares_prefixes else 0
+            gain = usable - (_COST_OF_SHARING if source is own else self._cost(source, usable))
             if gain > best_gain:
-                is_cut = end is None and usable < source.n_computed
-                best, best_gain = Match(source, usable, end, is_cut, of_slot=source is own), gain
+                is_cut = checkpoint is None and usable < source.n_computed
+                best, best_gain = Match(source, usable, checkpoint, is_cut, of_slot=source is own), gain
             if isinstance(source, Seq) and n > max(coming, source.n_computed) and self._comes_first(source, sequence):
                 ahead, coming = source, n
         best_is_ahead = best is not None and best.source is ahead
         if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
-            return best, self.disk is not None and self.disk.is_coming(sequence, best.n if best else 0)
-        if not self.takes_any:  # its prefill stops there, so that the prefix equals its computed tokens
+            return best, self.tier is not None and self.tier.is_coming(sequence, best.n if best else 0)
+        if not self.sharing.shares_prefixes:  # its prefill stops there, so that the prefix equals its computed tokens
             ahead.stop_at(coming)
         return best, True
 
@@ -202,14 +100,15 @@ class PrefixCache:
         tokens = sequence.tokens[: sequence.n_tokens - 1]
         return next((sequence.before_media(n) for _, n in self._tree.matches(tokens, sequence.salt)), 0)
 
-    def _ends_within(self, tokens: Tokens, salt: Salt) -> list[Checkpoint]:
+    def _checkpoints_along(self, tokens: Tokens, salt: Salt) -> list[Checkpoint]:
         """The checkpoints along these tokens, longest first."""
-        return [end for end, n in self._ends.matches(tokens, salt) if n == len(end.tokens)]
+        found = self._checkpoint_tree.matches(tokens, salt)
+        return [checkpoint for checkpoint, n in found if n == len(checkpoint.tokens)]
 
     def longest_in_cells(self, sequence: Seq) -> Match | None:
         """The longest prefix of a sequence's computed tokens whose cells it can share, if cells can be shared."""
         best: Match | None = None
-        if self.sharing != "cells" or not self.wants(sequence):
+        if not (self.sharing.shares_any_cells and self.wants(sequence)):
             return None
         n_most = min(sequence.n_computed, sequence.n_exact)
         for source, n in self._tree.matches(sequence.tokens[:n_most], sequence.salt):
@@ -226,33 +125,22 @@ class PrefixCache:
         ends."""
         return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
 
-    def _cost(self, source: Seq | CachedPrefix, n: int) -> int:
+    def _cost(self, source: Source, n: int) -> int:
         """The time to reuse `n` tokens, in computed tokens. A copy has all tokens of the source."""
-        is_copied = source.seq_id < 0 or not (self.sharing == "cells" or self.continues_in_place(source, n))
-        return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_TAKING
+        stays = isinstance(source, CachedPrefix) and self.sharing.continues_in_place(n, source.n_computed)
+        is_copied = source.seq_id < 0 or not (stays or self.sharing.shares_any_cells)
+        return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_SHARING
 
-    def continues_in_place(self, source: Seq | CachedPrefix, n: int) -> bool:
-        """Whether a sequence that reuses `n` tokens takes over and truncates the cached prefix itself: not if sequences
-        can share its cells, or if most of it would be lost. (Taking it over whole loses nothing, and a state in
-        addition to its cells need not be copied.)"""
-        if not isinstance(source, CachedPrefix) or source.seq_id < 0:
-            return False
-        is_whole = self.sharing == "checkpoints" and n == source.n_computed
-        return is_whole or (self.sharing == "copy" and 2 * n >= source.n_computed)
-
-    def _usable(self, source: Seq | CachedPrefix, n: int, ends: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
+    def _usable(self, source: Source, n: int, checkpoints: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
         """How many of the first `n` tokens can currently be reused from the source, and the required checkpoint.
 
-        `ends`: the checkpoints of these tokens, longest first.
+        `checkpoints`: those of these tokens, longest first.
         """
         if isinstance(source, Seq) and source.moving:
             return 0, None
-        if self.takes_any or source.n_computed <= n:
+        if self.sharing.shares_prefixes or source.n_computed <= n:
             return min(source.n_computed, n), None
-        if self.sharing == "checkpoints" and source.seq_id >= 0 and self._first_cut(source.seq_id) <= n:
-            return n, None
-        end = next((end for end in ends if len(end.tokens) <= n), None)
-        return (len(end.tokens), end) if end else (0, None)
+        return self.sharing.usable(source, n, checkpoints)
 
     def count(self, sequence: Seq, match: Match | None) -> None:
         """Counts a query and, with a match, a hit. Makes the source the most recently used."""
@@ -262,11 +150,11 @@ class PrefixCache:
             self.hit_tokens += match.n
             sequence.n_cached = match.n
             if isinstance(match.source, CachedPrefix):
-                match.source.n_taken = max(match.source.n_taken, match.n)
+                match.source.n_reused = max(match.source.n_reused, match.n)
                 self._touch(match.source)
-            if (end := match.checkpoint) in self.checkpoints:
-                end.is_taken = True
-                self._use_checkpoint(end)
+            if (checkpoint := match.checkpoint) in self.checkpoints:
+                checkpoint.was_reused = True
+                self._use_checkpoint(checkpoint)
 
     def uncount(self, sequence: Seq) -> None:
         """Reverts the hit of a sequence whose prefix could not be copied."""
@@ -284,20 +172,17 @@ class PrefixCache:
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
     def add(self, cached: CachedPrefix) -> list[CachedPrefix]:
-        """Adds the prefix of a finished sequence. Returns the now redundant prefixes, possibly including this one.
-
-        If sharing is "checkpoints", they are redundant if there is a checkpoint of their end.
-        """
+        """Adds the prefix of a finished sequence. Returns the now redundant prefixes, possibly including this one."""
         self._tree.insert(cached, cached.tokens, cached.salt)
         self.in_cells[cached] = None
         cached.used_at = self.queries
-        only_whole = self.sharing == "whole"  # prefixes can only be reused whole, so a shorter one is not redundant
+        only_whole = self.sharing.only_whole  # so a shorter prefix is not redundant
         longer = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not only_whole]
         if any(other.n_computed >= len(cached.tokens) for other in longer):
             return [cached]
         covered = [other for other in self._tree.covered_by(cached) if isinstance(other, CachedPrefix)]
-        if self.sharing == "checkpoints":
-            covered = [other for other in covered if other.seq_id >= 0 or self.has_end(other.tokens, other.salt)]
+        if self.sharing.has_parts:  # other sequences can only be truncated to their ends if there are checkpoints
+            covered = [other for other in covered if other.seq_id >= 0 or self.has_checkpoint(other.tokens, other.salt)]
         return [other for other in covered if not only_whole or len(other.tokens) == len(cached.tokens)]
 
     def assign_slot(self, slot: int, tokens: Tokens, salt: Salt) -> None:
@@ -324,16 +209,12 @@ class PrefixCache:
     def n_elsewhere(self, cached: CachedPrefix) -> int:
         """How many of its first tokens others have computed as well, if sequences can reuse any prefix of them."""
         most = 0
-        for other, n in self._tree.matches(cached.tokens, cached.salt) if self.takes_any else ():
+        for other, n in self._tree.matches(cached.tokens, cached.salt) if self.sharing.shares_prefixes else ():
             if n <= most:
                 break
             if other is not cached:
                 most = max(most, min(n, other.n_computed))
         return most
-
-    def has(self, cached: CachedPrefix) -> bool:
-        """Whether a prefix is cached, in cells or in host memory."""
-        return cached in self.in_cells or cached in self.in_host
 
     def add_to_host(self, cached: CachedPrefix, saved: SavedState) -> None:
         """Adds a prefix whose state is in host memory, if it fits."""
@@ -346,6 +227,7 @@ class PrefixCache:
         self._tree.discard(cached)
         self.in_cells.pop(cached, None)
         self.in_host.pop(cached, None)
+        cached.is_dropped = True
         if cached.saved:
             self.used_host_bytes -= cached.saved.n_bytes
             cached.saved = None
@@ -390,77 +272,90 @@ class PrefixCache:
             if isinstance(victim, Checkpoint):
                 self.drop_checkpoint(victim)
             else:
-                if self.disk:
-                    self.disk.dropped(victim)
+                if self.tier and victim.saved:
+                    self.tier.dropped(victim, self.with_parts(victim, victim.saved))
                 self.drop(victim)
 
     def _worthless(self, held: CachedPrefix | Checkpoint) -> float:
         assert held.saved
-        age = (1 + self.queries - held.used_at) * (1 if held.is_taken else _NEVER_TAKEN)
+        age = (1 + self.queries - held.used_at) * (1 if held.was_reused else _NEVER_REUSED)
         return age * held.saved.n_bytes / len(held.tokens)
 
     @property
     def n_checkpoints(self) -> int:
         """Checkpoints in host memory. For a model with only states, these are the cached prefixes there."""
-        return len(self.in_host) if self.sharing == "whole" else len(self.checkpoints)
+        return len(self.in_host if self.sharing.only_whole else self.checkpoints)
 
     @property
     def checkpoint_bytes(self) -> int:
         """Size of the last used checkpoint; 0: no checkpoint."""
-        held: list[CachedPrefix | Checkpoint] = [*(self.in_host if self.sharing == "whole" else self.checkpoints)]
+        whole = self.sharing.only_whole
+        held: list[CachedPrefix | Checkpoint] = [*(self.in_host if whole else self.checkpoints)]
         last = held[-1] if held else None
         return last.saved.n_bytes if last and last.saved else 0
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def has_end(self, tokens: Tokens, salt: Salt) -> bool:
+    def has_checkpoint(self, tokens: Tokens, salt: Salt) -> bool:
         """Whether there is a checkpoint of exactly these tokens (for a model with only states: a cached prefix). Makes
         it the most recently used."""
-        if self.sharing == "whole":
-            ends = [s for s, n in self._tree.matches(tokens, salt) if isinstance(s, CachedPrefix) and n == len(tokens)]
-            exact = next((cached for cached in ends if cached.n_computed == len(tokens)), None)
+        if self.sharing.only_whole:
+            same = [s for s, n in self._tree.matches(tokens, salt) if isinstance(s, CachedPrefix) and n == len(tokens)]
+            exact = next((cached for cached in same if cached.n_computed == len(tokens)), None)
             if exact:
                 self._touch(exact)
             return exact is not None
-        end = next(iter(self._ends_within(tokens, salt)), None)
-        if end is None or len(end.tokens) < len(tokens):
+        checkpoint = next(iter(self._checkpoints_along(tokens, salt)), None)
+        if checkpoint is None or len(checkpoint.tokens) < len(tokens):
             return False
-        self._use_checkpoint(end)
+        self._use_checkpoint(checkpoint)
         return True
 
-    def ends_of(self, cached: CachedPrefix, max_bytes: int) -> list[Checkpoint]:
-        """The checkpoints of a cached prefix, longest first, up to `max_bytes` in total."""
-        ends = []
-        for end in self._ends_within(cached.tokens, cached.salt):
-            max_bytes -= end.n_bytes
-            if max_bytes >= 0:
-                ends.append(end)
-        return ends
+    def with_parts(self, cached: CachedPrefix, state: SavedState) -> SavedState:
+        """The state of a cached prefix with those of its checkpoints, longest first, which may take up to as many bytes
+        as the state itself."""
+        parts, free_bytes = [], state.n_bytes
+        for checkpoint in self._checkpoints_along(cached.tokens, cached.salt):
+            free_bytes -= checkpoint.n_bytes
+            if free_bytes >= 0:
+                parts.append((len(checkpoint.tokens), checkpoint.saved))
+        return StateWithParts(state, parts) if parts else state
 
-    def _use_checkpoint(self, end: Checkpoint) -> None:
-        end.used_at = self.queries
-        del self.checkpoints[end]
-        self.checkpoints[end] = None  # moves it to the end: most recently used
+    def _use_checkpoint(self, checkpoint: Checkpoint) -> None:
+        checkpoint.used_at = self.queries
+        del self.checkpoints[checkpoint]
+        self.checkpoints[checkpoint] = None  # moves it to the end: most recently used
 
     def add_checkpoint(self, tokens: Tokens, salt: Salt, saved: SavedState) -> None:
         """Adds a checkpoint, if it fits into host memory. The array must not change afterwards."""
-        end = Checkpoint(tokens, salt, saved, self.queries)
-        if end.n_bytes > self.host_bytes:
+        if self.sharing.only_whole:
+            self.add_to_host(CachedPrefix(tokens, salt, -1, None), saved)
             return
-        self._make_room(end.n_bytes)
-        self.used_host_bytes += end.n_bytes
-        self.checkpoints[end] = None
-        self._ends.insert(end, tokens, salt)
+        checkpoint = Checkpoint(tokens, salt, saved, self.queries)
+        if checkpoint.n_bytes > self.host_bytes:
+            return
+        self._make_room(checkpoint.n_bytes)
+        self.used_host_bytes += checkpoint.n_bytes
+        self.checkpoints[checkpoint] = None
+        self._checkpoint_tree.insert(checkpoint, tokens, salt)
 
-    def drop_checkpoint(self, end: Checkpoint) -> None:
+    def keep_part(self, sequence: Seq, part: SavedState) -> None:
+        """Makes the part that a sequence got a checkpoint of its computed tokens, unless it exists."""
+        tokens = sequence.tokens[: sequence.n_computed]
+        if not self.has_checkpoint(tokens, sequence.salt):
+            self.add_checkpoint(tokens.copy(), sequence.salt, part)
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Removes a checkpoint. Sequences that are about to use it keep it."""
-        del self.checkpoints[end]
-        self._ends.discard(end)
-        self.used_host_bytes -= end.n_bytes
+        del self.checkpoints[checkpoint]
+        self._checkpoint_tree.discard(checkpoint)
+        self.used_host_bytes -= checkpoint.n_bytes
 
     def clear(self) -> None:
         """Removes everything, including running sequences."""
+        for cached in (*self.in_cells, *self.in_host):
+            cached.is_dropped = True
         self.used_host_bytes = 0
-        self._tree, self._ends = RadixTree(), RadixTree()
+        self._tree, self._checkpoint_tree = RadixTree(), RadixTree()
         self.in_cells, self.in_host, self.checkpoints = {}, {}, {}
         self.slots = {}

@@ -210,5 +210,5 @@ def live_cells(kv: KVPool) -> LiveCells:
         checkpoints=kv.cache.n_checkpoints,
         checkpoint_bytes=kv.cache.checkpoint_bytes,
         host_bytes=kv.cache.used_host_bytes,
-        swapped_bytes=kv.swapped_bytes,
+        swapped_bytes=kv.moves.swapped_bytes,
     )

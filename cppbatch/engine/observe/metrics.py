@@ -104,26 +104,26 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ]
     prefixes_on_disk: Annotated[
         int,
-        gauge("Cached prefixes on disk usable by the worker (--prefix-cache-disk)", "kv.cache.disk.counts.entries"),
+        gauge("Cached prefixes on disk usable by the worker (--prefix-cache-disk)", "kv.cache.tier.counts.entries"),
     ]
     """Engines may share them."""
-    prefix_disk_hits: Annotated[int, counter("Prefix cache hits on disk", "kv.cache.disk.counts.hits")]
+    prefix_disk_hits: Annotated[int, counter("Prefix cache hits on disk", "kv.cache.tier.counts.hits")]
     prefix_disk_hit_tokens: Annotated[
-        int, counter("Prompt tokens taken from prefixes on disk", "kv.cache.disk.counts.hit_tokens")
+        int, counter("Prompt tokens taken from prefixes on disk", "kv.cache.tier.counts.hit_tokens")
     ]
     prefix_disk_read_bytes: Annotated[
-        int, counter("Bytes of cached prefixes read from disk", "kv.cache.disk.counts.read_bytes")
+        int, counter("Bytes of cached prefixes read from disk", "kv.cache.tier.counts.read_bytes")
     ]
     prefix_disk_written_bytes: Annotated[
-        int, counter("Bytes of cached prefixes written to disk", "kv.cache.disk.counts.written_bytes")
+        int, counter("Bytes of cached prefixes written to disk", "kv.cache.tier.counts.written_bytes")
     ]
     prefix_disk_damaged: Annotated[
-        int, counter("Damaged cached prefix files that were deleted", "kv.cache.disk.counts.damaged")
+        int, counter("Damaged cached prefix files that were deleted", "kv.cache.tier.counts.damaged")
     ]
-    swaps: Annotated[int, counter("Sequences swapped out to host memory", "kv.n_swaps")]
-    recomputes: Annotated[int, counter("Preempted sequences that were recomputed", "kv.n_recomputes")]
+    swaps: Annotated[int, counter("Sequences swapped out to host memory", "kv.moves.n_swaps")]
+    recomputes: Annotated[int, counter("Preempted sequences that were recomputed", "kv.moves.n_recomputes")]
     """Not saved, or could not be restored."""
-    swapped_bytes: Annotated[int, gauge("Host memory used by swapped-out sequences", "kv.swapped_bytes")]
+    swapped_bytes: Annotated[int, gauge("Host memory used by swapped-out sequences", "kv.moves.swapped_bytes")]
     seq_ids: Annotated[int, value("kv.n_seq_ids")]
     seq_ids_free: Annotated[int, gauge("Free sequence ids", "kv.n_free_ids")]
     """Not held by a running sequence or a cached prefix."""
