@@ -1,4 +1,4 @@
-"""Messages, tools and media of a conversation as clients send them: OpenAI's objects, ready for templates."""
+"""Messages and tools of a conversation as clients send them: OpenAI's objects, ready for templates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from cppbatch.chat.lark_grammar import INPUT
 from cppbatch.chat.media_parts import READABLE, MediaFields
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.errors import InvalidRequest
-
-# --- message types ---------------------------------------------------------------------------------------------------
-
 
 Json = dict[str, Any]
 

@@ -265,11 +265,9 @@ class PlainTextParser:
     """Reads nothing out of the text: all of it is content."""
 
     def push(self, text: str) -> list[Delta]:
-        """Returns the text as it is."""
         return [TextDelta(text)] if text else []
 
     def close(self) -> list[Delta]:
-        """Returns nothing: no text is held back."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""Validates the tools of a request: functions, and custom tools, which take a text instead of arguments."""
+"""Validates the tools of a request."""
 
 from __future__ import annotations
 

@@ -110,7 +110,6 @@ class _Layers(click.types.IntParamType):
         self._words = {"auto": -1, "all": every}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Converts a number of layers, or a word for one."""
         return self._words[value] if value in self._words else int(super().convert(value, param, ctx))
 
 
@@ -504,7 +503,6 @@ class CountRange(click.ParamType):  # type: ignore[type-arg]
     name = "count"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
-        """Converts a number, or a range of two."""
         if isinstance(value, tuple):
             return value
         if found := _RANGE.fullmatch(str(value)):

@@ -1,4 +1,4 @@
-"""Rules, without I/O, for routing requests to workers or replicas, for the number of workers, and for their times."""
+"""Rules, without I/O, for the number of workers and for their times."""
 
 from __future__ import annotations
 

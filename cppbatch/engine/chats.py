@@ -1,4 +1,4 @@
-"""Conversations: from messages to requests, and from the events of a request to the assistant's message."""
+"""Conversations: from messages to requests, and from their events to deltas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's result files together with its ledger, and the JSON lines in these files."""
+"""A job's result files, and the JSON lines in them."""
 
 from __future__ import annotations
 

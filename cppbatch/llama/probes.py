@@ -1,5 +1,4 @@
-"""Probes of a loaded model: how sequences can share a prefix, whether its device can sample, and whether logits depend
-on the rest of the batch."""
+"""Probes of a loaded model: how sequences can share a prefix, and whether its device can sample."""
 
 from __future__ import annotations
 

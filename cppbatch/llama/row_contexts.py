@@ -23,8 +23,6 @@ from cppbatch.llama.llama_batch import Batch, EmbeddingBatch, FloatArray
 from cppbatch.llama.model import Model
 from cppbatch.models.inspect import DraftFile
 
-# --- row contexts ----------------------------------------------------------------------------------------------------
-
 
 class EagleContext(HeadContext):
     """The context of an EAGLE-3 draft model: one layer, which reads a token and the encoded row of the previous token.

@@ -1,4 +1,4 @@
-"""llama.cpp's samplers: over one row of logits on the CPU, and for all rows on the device."""
+"""llama.cpp's samplers, over one row of logits on the CPU."""
 
 from __future__ import annotations
 

@@ -119,7 +119,6 @@ class RayEngine(EngineClient):
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """Asks a replica."""
         answer = await self._ask(Tokenize("", text, add_special, parse_special))
         assert isinstance(answer, Tokenized)
         pieces = {token.id: token for token in answer.pieces}

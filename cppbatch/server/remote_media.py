@@ -117,5 +117,4 @@ class _CheckedResolver(AbstractResolver):
         return allowed
 
     async def close(self) -> None:
-        """Closes aiohttp's resolver."""
         await self._resolver.close()

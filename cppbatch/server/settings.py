@@ -1,4 +1,4 @@
-"""The server's settings, and the addresses where it listens; the engine's settings are in `cppbatch.config`."""
+"""The server's settings; the engine's are in `cppbatch.config`."""
 
 from __future__ import annotations
 

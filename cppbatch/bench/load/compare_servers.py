@@ -1,4 +1,4 @@
-"""Puts the same load on one or more servers in turn: servers that are probed first, requests that arrive as asked."""
+"""Puts the same load on one or more servers in turn; requests arrive as asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a load test: figures of many requests, the report, the plot."""
+"""The results of a load test: figures of many requests, and the plot."""
 
 from __future__ import annotations
 

@@ -42,11 +42,9 @@ class Gemma4Format(ToolCallFormat):
     start_markers = (_BEFORE,)
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """Returns a parser of calls in Gemma 4's notation."""
         return _Gemma4ToolParser(calls)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """Returns the grammar of calls in Gemma 4's notation."""
         calls = []
         for name, schema in lark.each(tools):
             try:
@@ -123,7 +121,6 @@ class _Gemma4ToolParser:
         self._rest: str | None = None
 
     def push(self, text: str) -> str | None:
-        """Reads as many parts of the call as are complete."""
         self._unread += text
         while self._rest is None and self._step():
             pass

@@ -41,11 +41,9 @@ class GenericFormat(ToolCallFormat):
     template_has_tools = False
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """Returns a parser of a JSON object with a list of calls."""
         return GenericToolParser(calls)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """Returns the grammar of a JSON object with a list of calls."""
         calls = lark.repeat(lark.rule(json_calls_grammar(lark, tools)), ", ", several=several)
         return f"{lark.literal(_BEFORE)} {calls} {lark.literal(_AFTER)}"
 

@@ -95,7 +95,6 @@ class _HarmonyParser:
         self._step: Callable[[], bool] = self._first
 
     def push(self, text: str) -> list[Delta]:
-        """Returns the deltas of the complete parts of channels."""
         self._unread += text
         while self._unread and self._step():
             pass
@@ -103,7 +102,6 @@ class _HarmonyParser:
         return taken
 
     def close(self) -> list[Delta]:
-        """Ends the open channel and returns the remaining deltas."""
         left, self._unread = self._unread, ""
         if self._step != self._in_header:
             self._emit(next((left.removesuffix(end) for end in _ENDS if left.endswith(end)), left))

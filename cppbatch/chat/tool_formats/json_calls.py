@@ -39,7 +39,6 @@ class JsonCallParser:
         self._step: Callable[[], bool] = self._open
 
     def push(self, text: str) -> str | None:
-        """Returns the text after the JSON object once it has ended."""
         self._unread += text
         try:
             while not self._ended and self._step():
@@ -214,7 +213,6 @@ class JsonCallsParser:
         self._in_list = False
 
     def push(self, text: str) -> str | None:
-        """Returns the text after the calls once they have ended."""
         self._unread += text
         while True:
             if self._object is None:
@@ -296,7 +294,6 @@ class Llama3Format(ToolCallFormat):
         return _PythonTagParser(calls) if start == _TAG else JsonCallsParser(calls, known_only=True)
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """Returns the grammar of JSON calls, separated by semicolons."""
         return lark.repeat(lark.rule(json_calls_grammar(lark, tools, key=self._arguments_key)), "; ", several=several)
 
 

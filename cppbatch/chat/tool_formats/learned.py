@@ -78,7 +78,6 @@ class LearnedFormat(ToolCallFormat):
         return random_alphanumerics(_SHORT_ID) if self.form.short_ids else super().new_call_id()
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """Returns a parser of the learned form."""
         if self.form.is_json:
             in_list = self._outer[0].endswith("[")  # a marker that is not a tag includes the bracket
             end = self._outer[1]
@@ -90,7 +89,6 @@ class LearnedFormat(ToolCallFormat):
         return _Parser(self.form, calls, inner=self._inner, end=self._outer[1], opened=opened)
 
     def write_calls(self, calls: list[dict[str, Any]]) -> str:
-        """Writes calls in the learned form."""
         written = [self._write_call(call, i) for i, call in enumerate(calls)]
         return self.form.begin + self.form.separator.join(written) + self.form.end
 
@@ -116,7 +114,6 @@ class LearnedFormat(ToolCallFormat):
     # --- the grammar --------------------------------------------------------------------------------------------------
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """Returns the grammar of calls in the learned form."""
         form = self.form
         calls = lark.one_of([self._call_grammar(lark, name, schema) for name, schema in lark.each(tools)])
         repeated = lark.repeat(lark.rule(calls), form.separator, several=several)
@@ -231,7 +228,6 @@ class _Parser:
         self._rest: str | None = None
 
     def push(self, text: str) -> str | None:
-        """Returns the text after the calls once they have ended."""
         if self._json:
             return self._json.push(text)
         self._unread += text

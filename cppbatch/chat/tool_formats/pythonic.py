@@ -39,11 +39,9 @@ class PythonicFormat(ToolCallFormat):
     writes_calls = True
 
     def tool_parser(self, start: str, calls: ToolCallEmitter) -> ToolParser:
-        """Returns a parser of calls as Python writes them."""
         return _PythonicParser(calls)
 
     def write_calls(self, calls: list[dict[str, Any]]) -> str:
-        """Writes a list of Python calls with JSON arguments."""
         written = []
         for call in calls:
             arguments = ", ".join(f"{key}={dump_json(value)}" for key, value in call_arguments(call).items())

@@ -141,7 +141,6 @@ class EngineGroup(EngineClient):
         return [state for states in each for state in states]
 
     def sleep_after(self, seconds: float | None) -> bool:
-        """Tells all workers."""
         return all(engine.sleep_after(seconds) for engine in self._all_engines())
 
     @property

@@ -166,13 +166,11 @@ class EngineProcess(EngineClient):
     # --- requests -----------------------------------------------------------------------------------------------
 
     async def check(self, request: GenerationRequest) -> None:
-        """Asks the worker."""
         await self._ask_worker(request, Check(request))
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
-        """Asks the worker."""
         question = Tokenize("", text, add_special, parse_special)
         answer = await self._ask_worker(GenerationRequest(id="", prompt=text), question)
         if not isinstance(answer, Tokenized):
@@ -181,7 +179,6 @@ class EngineProcess(EngineClient):
         return [pieces[token] for token in answer.ids]
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """Asks the worker."""
         answer = await self._ask_worker(GenerationRequest(id="", prompt=""), SlotAction("", action, slot, path))
         assert isinstance(answer, SlotDone)
         return answer.report

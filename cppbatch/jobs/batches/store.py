@@ -1,4 +1,4 @@
-"""The server's files and batches: their records in the form of OpenAI's API, and their database."""
+"""The database of the server's files and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads prompts from a column of a CSV or Parquet file."""
+"""Reads prompts from a column of a CSV file."""
 
 from __future__ import annotations
 

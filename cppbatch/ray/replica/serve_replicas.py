@@ -38,7 +38,6 @@ class ServeReplicas:
         self._ask = self._handle.options(method_name="ask")
 
     async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
-        """Calls one replica by Serve's handle."""
         response = self._run.remote(prefixes, message)
         has_ended = False
         try:
@@ -53,7 +52,6 @@ class ServeReplicas:
                 response.cancel()
 
     async def ask(self, message: bytes) -> bytes:
-        """Calls one replica by Serve's handle."""
         answer: bytes = await _result_of(self._ask.remote(message))
         return answer
 
@@ -79,7 +77,6 @@ class ServeReplicas:
         return answers
 
     async def renew_lease(self, front: str) -> None:
-        """Writes the lease into Ray's key-value store."""
         await asyncio.to_thread(renew_lease, front)
 
     async def close(self, front: str) -> None:
@@ -88,7 +85,6 @@ class ServeReplicas:
         await self._handle.shutdown_async()
 
     async def status(self) -> ReplicaSetStatus:
-        """Asks Serve's controller."""
         return await asyncio.to_thread(self._status)
 
     def _status(self) -> ReplicaSetStatus:

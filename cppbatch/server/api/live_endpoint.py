@@ -23,9 +23,6 @@ from cppbatch.server.observe.metrics import METRICS
 from cppbatch.server.storage import STORAGE
 from cppbatch.typed_json import convert
 
-# --- live endpoint ---------------------------------------------------------------------------------------------------
-
-
 routes = Routes()
 
 _KEEP_ALIVE = b": nothing has changed\n\n"

@@ -1,4 +1,4 @@
-"""Authorises requests, and enforces the rate and concurrency of each API key."""
+"""Authorises requests, and limits those in progress."""
 
 from __future__ import annotations
 

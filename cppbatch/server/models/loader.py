@@ -92,7 +92,6 @@ class MemoryPlanLoader:
         return LoadPlan(spec, sizes)
 
     def start(self, name: str, plan: LoadPlan) -> EngineClient:
-        """Starts the engine with the planned sizes."""
         config, deployment = plan.sizes.config, plan.spec.deployment
         log.info("loading %s with -np %d -c %d", name, config.n_parallel, config.n_ctx)
         shortage = memory_shortage if self._memory_check else None

@@ -222,7 +222,6 @@ class ManyModels(ServedModels):
         return ", ".join(map(repr, self._visible(rules))) or "none"
 
     def check_key(self, rules: KeyRules) -> None:
-        """Raises `Forbidden` if the key allows none of the models."""
         if not any(True for _ in self._visible(rules)):
             names = ", ".join(map(repr, rules.models or ()))
             raise Forbidden(
@@ -239,7 +238,6 @@ class ManyModels(ServedModels):
         timeout: float | None = None,
         load: bool | None = None,
     ) -> ModelLease:
-        """Loads the model, and waits for it."""
         began, limit, load = self._clock(), timeout, self._autoload if load is None else load
         model = await self.resolve(name, rules)
         was_loaded = self.pool.models[model].state == "loaded"
@@ -283,7 +281,6 @@ class ManyModels(ServedModels):
         return serving
 
     async def load(self, name: str, rules: KeyRules | None) -> None:
-        """Starts loading, without waiting."""
         self._start_load(self._specs[await self.resolve(name, rules)])
 
     def _start_load(self, spec: ModelSpec) -> None:
@@ -299,7 +296,6 @@ class ManyModels(ServedModels):
             load()
 
     async def unload(self, name: str, rules: KeyRules | None) -> None:
-        """Unloads the model after its last request."""
         self.pool.unload(await self.resolve(name, rules))
 
     def knows(self, name: str) -> bool:
@@ -307,7 +303,6 @@ class ManyModels(ServedModels):
         return self._find(name) is not None or self.find_created(name) is not None
 
     def keep(self, name: str, seconds: float | None) -> bool:
-        """Passes the time to the pool."""
         created = self.find_created(name)
         if found := self._model_for(created.base if created else name):
             self.pool.keep(found, seconds)
@@ -334,11 +329,9 @@ class ManyModels(ServedModels):
         )
 
     async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
-        """The models that the key may use."""
         return list(await asyncio.gather(*map(self._entry, self._visible(rules))))
 
     async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
-        """A model that the key may use."""
         found = name if self.find_created(name) else self._find(name)
         if found is None or found not in self._visible(rules):
             raise ModelNotFound(f"{name!r} not found; available: {self._available(rules)}")
@@ -399,11 +392,9 @@ class ManyModels(ServedModels):
 
     @property
     def router(self) -> RouterSettings:
-        """The settings of the pool."""
         return RouterSettings(max_loaded=self.pool.max_loaded, autoload=self._autoload, default=self._default)
 
     def metrics(self) -> Iterable[Metric]:
-        """The metrics of the pool's models."""
         return model_families(self.pool.models.values())
 
     async def workers(self) -> list[WorkerState]:
@@ -428,7 +419,6 @@ class ManyModels(ServedModels):
 
     @property
     def shown_name(self) -> str:
-        """The names of the loaded models."""
         return ", ".join(name for name, _ in self._running()) or "no model is loaded"
 
     async def stats(self) -> EngineStats:

@@ -316,7 +316,6 @@ class OneModel(ServedModels):
         return ModelLease(serving=self.serving, release=_keep, rules=rules)
 
     def check_key(self, rules: KeyRules) -> None:
-        """Raises `Forbidden` if the key does not allow the model."""
         self.serving.check_key(rules)
 
     def health(self) -> Health:
@@ -324,7 +323,6 @@ class OneModel(ServedModels):
         return self.serving.client.health()
 
     async def ready(self) -> None:
-        """Waits until the model is loaded."""
         await self.serving.client.loaded()
 
     async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
@@ -367,20 +365,16 @@ class OneModel(ServedModels):
         return self.serving.client.sleep_after(seconds)
 
     async def workers(self) -> list[WorkerState]:
-        """The engine's workers."""
         return await self.serving.client.workers()
 
     async def live(self) -> list[WorkerLive]:
-        """The live state of the engine's workers."""
         return await self.serving.client.live()
 
     @property
     def shown_name(self) -> str:
-        """The name of the model."""
         return self.serving.name
 
     async def stats(self) -> EngineStats:
-        """The engine's statistics."""
         return await self.serving.client.stats()
 
     async def target_concurrency(self) -> int:
@@ -393,7 +387,6 @@ class OneModel(ServedModels):
         return self.serving.info.name
 
     def serves_batch(self, model: str) -> bool:
-        """Whether the batch was created for this model."""
         return model == self.serving.info.name
 
     async def load(self, name: str, rules: KeyRules | None) -> None:
@@ -426,14 +419,12 @@ class OneModel(ServedModels):
         )
 
     async def close(self) -> None:
-        """Closes the engine."""
         await self.serving.client.close()
 
     async def reload(self) -> None:
         """No-op: the model never changes."""
 
     def scaling(self) -> ScalingState | None:
-        """The scaling state of the engine."""
         return self.serving.client.scaling()
 
 

@@ -111,7 +111,6 @@ class MessagesBuilder(ResponseBuilder):
         self._at_start = self._at_start or event.usage
 
     def build(self, completions: list[list[GenerationEvent]]) -> MessagesResponse:
-        """Returns the message with all blocks."""
         for event in completions[0]:
             self._read(event)
         blocks = [_block(block) for block in self._blocks.all]
@@ -129,7 +128,6 @@ class MessagesBuilder(ResponseBuilder):
     starts_with_counts = True
 
     def stream_ping(self) -> ServerSentEvent:
-        """Returns Anthropic's `ping` event."""
         return _to_sse(Ping())
 
     def stream_start(self) -> list[ServerSentEvent]:
@@ -158,7 +156,6 @@ class MessagesBuilder(ResponseBuilder):
         return [_to_sse(end), _to_sse(MessageStop())]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """Returns an `error` event."""
         return [ServerSentEvent(anthropic_error(api_error(error)), "error")]
 
     def _read(self, event: GenerationEvent) -> list[BlockChange]:

@@ -180,7 +180,6 @@ class GenerateBatchBuilder(ResponseBuilder):
             self.set_error(self._request_items[index], error)
 
     def build(self, completions: list[list[GenerationEvent]]) -> GenerateBatchResponse:
-        """Returns the results of all items, in order."""
         results = {i: BatchResult(index=i, error=error) for i, error in self._errors.items()}
         for i, events in zip(self._request_items, completions, strict=True):
             if i not in self._errors:

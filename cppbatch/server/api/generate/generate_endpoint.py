@@ -184,16 +184,13 @@ class GenerateBuilder(ResponseBuilder):
     """Builds the response of `/generate`."""
 
     def build(self, completions: list[list[GenerationEvent]]) -> GenerateResponse:
-        """Returns the text and its figures."""
         text = "".join(event.text for event in completions[0])
         return text_result(GenerateResponse, completions[0], generated_text=text)
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """Returns the new text, if there is any."""
         return [ServerSentEvent(text_result(GenerateChunk, [event]))] if has_content(event) else []
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """Returns `[DONE]`."""
         return [DONE]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:

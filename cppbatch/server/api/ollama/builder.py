@@ -108,7 +108,6 @@ class OllamaBuilder(ResponseBuilder):
         """The response with the new text of these events. `done`: further fields of `DoneFields`."""
 
     def build(self, completions: list[list[GenerationEvent]]) -> DoneFields:
-        """Returns the whole answer with the durations."""
         return self.line(completions[0], self._end())
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
@@ -127,7 +126,6 @@ class OllamaBuilder(ResponseBuilder):
         return ServerSentEvent(self.line([], {"done": False}))
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """Returns a line with the error."""
         return [ServerSentEvent(ollama_error(api_error(error)))]
 
     @abstractmethod

@@ -103,5 +103,4 @@ class EmbeddingsBuilder(PoolingBuilder):
     """Builds the response of `/api/embeddings`."""
 
     def build(self, completions: list[list[GenerationEvent]]) -> OllamaEmbeddingsResponse:
-        """Returns the vector of the one prompt."""
         return OllamaEmbeddingsResponse(embedding=self.rows()[0].tolist())

@@ -133,7 +133,6 @@ class ChatCompletionBuilder(ChoicesBuilder):
         return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=None))
 
     def chunk(self, choices: list[ChatChunkChoice], **extras: Unpack[Extras]) -> ServerSentEvent:
-        """A chunk of `chat.completion.chunk`."""
         return ServerSentEvent(ChatCompletionChunk(choices=choices, **self.chunk_fields(extras)))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:

@@ -183,11 +183,9 @@ class CompletionBuilder(ChoicesBuilder):
         return chunks
 
     def empty_choice(self, index: int) -> CompletionChunkChoice:
-        """A choice without text."""
         return CompletionChunkChoice(index=index, text="")
 
     def chunk(self, choices: list[CompletionChunkChoice], **extras: Unpack[Extras]) -> ServerSentEvent:
-        """A chunk of `text_completion`."""
         return ServerSentEvent(CompletionChunk(choices=choices, **self.chunk_fields(extras)))
 
     def _logprobs(self, entries: list[TokenLogprob]) -> CompletionLogprobs | None:

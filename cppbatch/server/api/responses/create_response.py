@@ -77,7 +77,6 @@ class ResponsesBuilder(ResponseBuilder):
         self._returns_progress = bool(body.return_progress)
 
     def build(self, completions: list[list[GenerationEvent]]) -> ResponsesResponse:
-        """Returns the response with all items."""
         for event in completions[0]:
             self._read(event)
         return msgspec.structs.replace(self._final_response(), timings=self._timings())
