@@ -21,11 +21,8 @@ def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
     engine.core.kv.check()
     assert engine.core.kv.n_used == 0
     engine.clear_prefix_cache()
-    engine.core.kv.check()
-    seq_ids = range(engine.core.kv.n_seq_ids)
-    assert (engine.core.kv.n_cached, engine.core.kv.moves.swapped_bytes, engine.core.kv.n_free_ids) == (
-        0,
-        0,
-        len(seq_ids),
-    )
+    kv = engine.core.kv
+    kv.check()
+    seq_ids = range(kv.n_seq_ids)
+    assert (kv.n_cached, kv.moves.swapped_bytes, kv.n_free_ids) == (0, 0, len(seq_ids))
     assert [engine.core.runtime.context.last_position(i) for i in seq_ids] == [-1] * len(seq_ids)

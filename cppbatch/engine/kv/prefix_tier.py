@@ -25,7 +25,7 @@ class TierCounts(msgspec.Struct):
     """Counters for the prefixes of a tier, since the start of the engine."""
 
     hits: int = 0
-    """Sequences for which a prefix was read from disk."""
+    """Sequences for which a prefix was read."""
     hit_tokens: int = 0
     """Prompt tokens that these sequences could reuse."""
     read_bytes: int = 0
@@ -33,7 +33,7 @@ class TierCounts(msgspec.Struct):
     damaged: int = 0
     """Deleted files that were damaged or did not match their name."""
     entries: int = 0
-    """Current prefixes on disk that this engine can use."""
+    """Current prefixes that this engine can use."""
 
 
 class PrefixTier(Protocol):
