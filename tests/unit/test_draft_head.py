@@ -124,7 +124,7 @@ def test_right_drafts_take_fewer_steps_and_one_decode_of_the_head_is_for_all_seq
 
 
 def test_a_head_that_is_always_wrong_is_hardly_used() -> None:
-    """Its drafts are 1% of the time, and the first tries."""
+    """Drafts of the head take 1% of the time, and the first tries."""
     its = engine(wrong_each=1, flat=False)
     know(its, {1: 0.010, 4: 0.014, 64: 0.070})
     its.generate([[i, *STEM] for i in range(4)], greedy(80, ignore_eos=True))

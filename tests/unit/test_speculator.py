@@ -142,7 +142,7 @@ def test_samples_of_a_prompt_end_when_the_last_one_does(
 
 
 def test_of_sequences_that_end_together_the_last_one_has_drafts() -> None:
-    """Its steps alone cost nearly as much as those of all: a token of it saves most."""
+    """The steps of the last one alone cost nearly as much as those of all, so a token of it saves most."""
     cost = StepCost()
     cost.seed((n, 0.040 + 0.006 * n) for n in range(1, 257))
     for is_queue_empty in (False, True):

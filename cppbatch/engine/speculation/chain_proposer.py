@@ -77,7 +77,7 @@ class ChainProposer(HeadProposer):
         return [self, *self._later]
 
     def seconds(self, n_sequences: int, k: int) -> float:
-        """As `ModelProposer.seconds`: a later head computes what was drafted before it too."""
+        """See `ModelProposer.seconds`. A later head also computes what was drafted before it."""
         again_s = (k - 1) * self.cost.rows_s((n_sequences,)) if self.cost.knows_rows else 0.0
         return super().seconds(n_sequences, k) + again_s
 
@@ -119,19 +119,19 @@ class ChainProposer(HeadProposer):
             head.cells.clear()
 
     def finished(self, sequence: Seq) -> None:
-        """As `Proposer.finished`."""
+        """See `Proposer.finished`."""
         super().finished(sequence)
         for head in self._later:
             head.cells.finished(sequence)
 
     def close_context(self) -> None:
-        """As `RowProposer.close_context`."""
+        """See `RowProposer.close_context`."""
         super().close_context()
         for head in self._later:
             head.close_context()
 
     def open_again(self) -> None:
-        """As `RowProposer.open_again`."""
+        """See `RowProposer.open_again`."""
         super().open_again()
         for head in self._later:
             head.open_again()

@@ -48,7 +48,7 @@ class DFlashProposer(RowProposer):
         threads: ComputeThreads | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """As `RowProposer`."""
+        """See `RowProposer`."""
         self._dflash = context
         super().__init__(context, hidden_rows, longest, eog, threads=threads, clock=clock)
 
@@ -60,11 +60,11 @@ class DFlashProposer(RowProposer):
         return self._rows[sequence].start
 
     def serves(self, sequence: Seq) -> bool:
-        """As `RowProposer.serves`, if a block fits after the text."""
+        """Whether it drafts for this sequence: a block must also fit after the text (see `RowProposer.serves`)."""
         return sequence.n_tokens - 1 + self._dflash.block <= self._longest and super().serves(sequence)
 
     def seconds(self, n_sequences: int, k: int) -> float:
-        """As `RowProposer.seconds`: a block takes as long for one token as for all."""
+        """See `RowProposer.seconds`. A block takes as long for one token as for all."""
         rows = (n_sequences * self._dflash.block,)
         return self.cost.rows_s(rows) + self._catch_up_s if self.cost.knows_rows else 0.0
 

@@ -256,7 +256,7 @@ class TargetCells:
     clear = forget
 
     def get(self, sequence: Seq) -> DraftSequence | None:
-        """As `DraftCells.get`."""
+        """See `DraftCells.get`."""
         return self._of.get(sequence)
 
     def follow(self, sequences: Iterable[Seq]) -> list[DraftSequence]:
@@ -274,7 +274,7 @@ class TargetCells:
         """Computing the last token fills no cell: all tokens of a draft have the position after the last cell."""
 
     def guessed(self, draft: DraftSequence, token: int) -> None:
-        """As `computed`."""
+        """See `computed`."""
 
     def finished(self, sequence: Seq) -> None:
         """The sequence has ended."""

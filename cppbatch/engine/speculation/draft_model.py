@@ -133,7 +133,7 @@ class DraftModelProposer:
         self._returned_at = clock()
         self._failed = False
         self.token_s = 0.0
-        """As `ModelProposer.token_s`."""
+        """See `ModelProposer.token_s`."""
         self._decoded: set[int] = set()  # numbers of tokens of the decodes with drafts so far
         self._has_read = False
 
@@ -149,7 +149,7 @@ class DraftModelProposer:
         return k * self.cost.rows_s((n_sequences,)) if self.cost.knows_rows else 0.0
 
     def serves(self, sequence: Seq) -> bool:
-        """As `ModelProposer.serves`: any sequence."""
+        """It drafts for any sequence."""
         return True
 
     def read_seconds(self, sequence: Seq) -> float:
@@ -164,7 +164,7 @@ class DraftModelProposer:
         return max(0, n) * (token_s if self.cost.knows_prompts else min(token_s, 0.1 * self.token_s))
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
-        """As `Proposer.propose`. Skips sequences for which `most` is 0: their prompts are not read either."""
+        """See `Proposer.propose`. Skips sequences for which `most` is 0: their prompts are not read either."""
         drafts: list[Draft | None] = [None] * len(sequences)
         if self._failed:
             return drafts
@@ -210,7 +210,7 @@ class DraftModelProposer:
         return [of_sequence.get(sequence) for sequence in sequences]
 
     def _get_ready(self, sequences: list[Seq], lengths: list[int]) -> dict[DraftSequence, int]:
-        """Those whose prompt has been read, with their maximum draft length; reads a piece of the others' prompts."""
+        """Returns the sequences whose prompt has been read, and their maximum draft length. Reads a piece of others."""
         if self._threads:
             self._context.use_threads(self._threads.now())
         drafts = self.cells.follow(sequences)
@@ -240,7 +240,7 @@ class DraftModelProposer:
             acceptance.observe(n_right, tested)
 
     def _fitting(self, length_of: dict[DraftSequence, int]) -> list[DraftSequence]:
-        """Those whose missing tokens and drafts fit into cells; drops the last ones."""
+        """Returns the sequences whose missing tokens and drafts fit into cells. Drops the last ones."""
         fitting = list(length_of)
         while fitting and not self.cells.ensure_free(
             sum(draft.n_missing + self._n_drafted_cells(length_of[draft]) for draft in fitting)
@@ -354,7 +354,7 @@ class DraftModelProposer:
     # --- end ------------------------------------------------------------------------------------------------------
 
     def finished(self, sequence: Seq) -> None:
-        """As `Proposer.finished`. Its cells stay as a prefix for others until they are needed."""
+        """See `Proposer.finished`. The sequence's cells stay as a prefix for others until they are needed."""
         if sequence in self._followed:
             self._learn(sequence)
             del self._followed[sequence]

@@ -65,14 +65,14 @@ class HeadProposer(RowProposer):
         return self._head_batch
 
     def _first_of(self, sequence: Seq) -> int:
-        """As `RowProposer._first_of`: the token after the first known row. Before the first token of a text there is no
-        row; for a draft head zeros count as it, as in llama.cpp, and EAGLE-3 does not read that token."""
+        """The first cell is that of the token after the first known row. Before the first token of a text there is no
+        row: a draft head gets zeros instead, as in llama.cpp, and EAGLE-3 does not read that token."""
         start = self._rows[sequence].start
         return start + 1 if start or not self._head.reads_first else 0
 
     def _most_joined(self, drafts: list[DraftSequence]) -> int:
-        """As `DraftModelProposer._most_joined`. Beside a token without logits some heads yield wrong hidden rows. So
-        the tokens since the last draft have logits too, or a decode of their own, if that takes less time."""
+        """Beside a token without logits some heads yield wrong hidden rows. So the tokens since the last draft have
+        logits too, or a decode of their own, if that takes less time (see `DraftModelProposer._most_joined`)."""
         missing = [draft.n_missing for draft in drafts if draft.n_missing <= JOINED]
         n, n_apart = sum(missing), sum(missing) - len(missing)
         if not n_apart or sum(min(draft.n_missing, JOINED) for draft in drafts) > self._head.n_logits:
@@ -136,7 +136,7 @@ class AssistantProposer(HeadProposer):
         return TargetCells()
 
     def read_seconds(self, sequence: Seq) -> float:
-        """As `ModelProposer.read_seconds`."""
+        """It reads no prompts."""
         return 0.0
 
     def _guess(self, sequences: list[Seq], lengths: list[int]) -> list[Guess | None]:

@@ -31,7 +31,7 @@ Row = npt.NDArray[np.float32]
 """float32[n_embd]"""
 
 MOST_BYTES = 256 << 20
-"""Of all hidden rows that are kept on the host."""
+"""The size of all hidden rows that are kept on the host."""
 _LEAST_ROWS, _MOST_ROWS = 64, 4096  # of a sequence
 _FIRST = 16  # rows: of a sequence that decodes
 
@@ -113,21 +113,21 @@ class RowProposer(DraftModelProposer, ABC):
     # --- the interface of proposers -----------------------------------------------------------------------------------
 
     def serves(self, sequence: Seq) -> bool:
-        """As `ModelProposer.serves`: a sequence of which the row before its last token is known."""
+        """Whether it drafts for this sequence: the row before its last token must be known."""
         known, last = self._rows.get(sequence), sequence.n_tokens - 2
         return not self._failed and known is not None and known.start <= last < known.stop
 
     def seconds(self, n_sequences: int, k: int) -> float:
-        """As `ModelProposer.seconds`, with what reading the tokens since the last draft takes."""
+        """See `ModelProposer.seconds`. Reading the tokens since the last draft is included."""
         return super().seconds(n_sequences, k) + self._catch_up_s
 
     def read_seconds(self, sequence: Seq) -> float:
-        """As `ModelProposer.read_seconds`: rows that were forgotten are not read any more."""
+        """See `ModelProposer.read_seconds`. Tokens whose rows were forgotten are not read any more."""
         draft = self.cells.get(sequence)
         return self._read_s(sequence.n_tokens - max(self._first_of(sequence), draft.n_known if draft else 0) - JOINED)
 
     def finished(self, sequence: Seq) -> None:
-        """As `Proposer.finished`."""
+        """See `Proposer.finished`."""
         super().finished(sequence)
         self._rows.pop(sequence, None)
 
@@ -189,8 +189,8 @@ class HiddenRows:
         self.start = self.stop = 0
 
     def put(self, start: int, rows: Rows, most: int) -> None:
-        """Those of the tokens from `start` on were computed, which replace what was known of these. Behind a gap only
-        they are left; of more than `most` rows, the older half is forgotten."""
+        """Adds the rows of the tokens from `start` on, which replace what was known of these. After a gap only they are
+        left; of more than `most` rows, the older half is forgotten."""
         stop = start + len(rows)
         if len(rows) > most:
             rows, start = rows[-most:], stop - most
@@ -207,7 +207,7 @@ class HiddenRows:
         self.stop = stop
 
     def rows(self, start: int, stop: int) -> Rows:
-        """A view of those of the tokens from `start` up to `stop`, all of them known."""
+        """Returns a view of the rows of the tokens from `start` up to `stop`, all of them known."""
         assert self.start <= start <= stop <= self.stop, f"rows {start} to {stop} of {self.start} to {self.stop}"
         return self._rows[start - self.start : stop - self.start]
 

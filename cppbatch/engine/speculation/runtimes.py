@@ -57,8 +57,8 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
 
 
 def _draft_devices(config: EngineConfig) -> dict[str, Any]:
-    """As in llama-server: the devices of the model, unless the draft model has its own. But only these are those of RPC
-    workers: a draft token over a network takes longer than it saves."""
+    """Returns the devices of the model, as in llama-server, unless the draft model has its own. RPC workers are used
+    only in the second case: a draft token over a network takes longer than it saves."""
     if names := config.draft_device_names:
         shares = config.tensor_split[: len(names)]
         split_mode = "layer" if len(names) == 1 else config.split_mode

@@ -38,13 +38,14 @@ _NEW = 0.2  # weight of a new draft in the typical one of its sequence, and of a
 _NEW_OF_ALL = 0.02  # weight of a new draft in the typical one of all sequences: a few bad ones must not be the last
 _WELL_KNOWN = 10  # drafts of a draft model; before, one sequence is tried if reading the prompts of all takes too long
 _COLD = 16  # first steps with a draft model that are not measured: nothing is in the CPU's caches
+_DISTURBED = 2.0  # maximum ratio of a measured time to the expected one: other programs make steps longer
 _TRY_SHARE = 0.01  # of the time, for drafts of a draft model that are not expected to pay: estimates may be wrong
 _FIRST_TRIES = 4.0  # steps whose time tries may take in advance
 _LOOK_SHARE = 0.005  # of the time, for drafts that are looked for in vain: with a small model that takes 2% of a step
 _VAIN = 16  # steps in a row without drafts that are worth it, before the share limits looking for them
 
 Probabilities = npt.NDArray[np.float64]
-"""Those named `expected`, float64[rows, draft_max]: that a draft token and all before it are accepted."""
+"""Arrays named `expected`, float64[rows, draft_max]: that a draft token and all before it are accepted."""
 
 
 class DraftPlan(msgspec.Struct):
@@ -132,8 +133,7 @@ class Speculator:
         if self._uncomputed:
             known = [(draft, s.tokens[start : s.n_tokens]) for s, (draft, start) in self._uncomputed.items()]
             self._acceptance.learn([(draft.probabilities[: len(t)], n_common(draft.tokens, t)) for draft, t in known])
-        step = _Step(rows, groups, cost, limits)
-        step.sampling_s = self._sampling_s
+        step = _Step(rows, groups, cost, limits, self._sampling_s)
         plan = self._choose(step)
         self._look = (self._clock() - self._began) / step.seconds
         self._n_vain, self._n_drafted = (0, self._n_drafted + 1) if plan else (self._n_vain + 1, 0)
@@ -219,8 +219,8 @@ class Speculator:
     def verified(self, accepted: Mapping[Seq, int], seconds: float) -> None:
         """Records the draft tokens accepted in the last plan's step, by sequence, 0 for missing ones. `seconds`: the
         time to verify them, in addition to the first row of each sequence."""
-        self._acceptance.learn([(draft, accepted.get(sequence, 0)) for sequence, draft in self._computed])
-        self._model_time.step_is_verified()
+        kept = self._acceptance.learn([(draft, accepted.get(sequence, 0)) for sequence, draft in self._computed])
+        self._model_time.step_is_verified(kept)
         if n_accepted := sum(accepted.values()):
             self._sampling_s += _NEW * (seconds / n_accepted - self._sampling_s)
 
@@ -263,11 +263,12 @@ class _AcceptanceTable:
         self._of_all = TypicalDraft()
         self.n_typical = 2  # drafts of the draft model; the guess counts as two
 
-    def learn(self, drafts: Sequence[tuple[Probabilities, int]]) -> None:
-        """Learns from drafts: the probabilities of their tokens, and how many of these are right."""
+    def learn(self, drafts: Sequence[tuple[Probabilities, int]]) -> float:
+        """Learns from drafts: their probabilities and numbers of right tokens. Returns the weight of earlier drafts."""
         verified = [probabilities[: n + 1] for probabilities, n in drafts]  # with the first wrong token
         kept = max(1 - _NEW_STEP, _REMEMBERED ** sum(map(len, verified)))
         self.trust.learn(kept, sum([n for _, n in drafts]), sum([float(each.sum()) for each in verified]))
+        return kept
 
     def keep_more_likely(
         self, drafts: list[Draft | None], expected: Probabilities, others: Mapping[int, Draft | None]
@@ -310,10 +311,10 @@ class _ModelTime:
         self.trust.learn(_REMEMBERED)
         self._began, self.expected_s = self._clock(), 0.0
 
-    def step_is_verified(self) -> None:
+    def step_is_verified(self, kept: float) -> None:
         if self.expected_s and not self._n_cold:
             self._latest = [*self._latest[1:], (self._clock() - self._began) / self.expected_s]
-            self.trust.learn(1 - _NEW_STEP, 1.0, sorted(self._latest)[1])
+            self.trust.learn(kept, 1.0, min(_DISTURBED, sorted(self._latest)[1]))
         elif self.expected_s:
             self._n_cold -= 1
 
@@ -336,9 +337,9 @@ class _TimeBudget:
 class _Step:
     """The rows of a step, and the drafts for them that give the most tokens per second (docs/decisions/0033)."""
 
-    def __init__(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> None:
-        self.rows, self.groups, self.cost, self.limits = rows, groups, cost, limits
-        self.sampling_s = 0.0  # for each accepted token
+    def __init__(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits, each_s: float) -> None:
+        """`each_s`: the time that an accepted token takes beside its row."""
+        self.rows, self.groups, self.cost, self.limits, self._each_s = rows, groups, cost, limits, each_s
         self.seconds = cost.rows_s(groups)  # without drafts
         self.rate_without = len(rows) / self.seconds  # tokens per second
         self.n_left = np.array([sequence.n_left for sequence in rows])
@@ -359,7 +360,7 @@ class _Step:
         for each, value, least in zip(lengths, self._values(gains), gains.min(axis=0).tolist(), strict=True):
             groups = tuple([n * (1 + each[0]) for n in self.groups]) if has_streams else (len(each) + sum(each),)
             seconds = self.cost.rows_s(groups) + (draft_s(max(each)) if draft_s else 0.0)
-            rate = (len(each) + value) / (seconds + self.sampling_s * value)
+            rate = (len(each) + value) / (seconds + self._each_s * value)
             if seconds <= max_s * (1 + least) and (best is None or rate > best.rate):
                 best = DraftPlan(each, groups, value, rate, n_padding=each[0] if has_streams else 0)
         return best
@@ -381,12 +382,11 @@ class _Step:
     def _equally_long(self, expected: Probabilities) -> tuple[list[list[int]], Probabilities]:
         """As many tokens for each row: llama.cpp computes as many tokens of each sequence together as the shortest has.
         Rows with shorter drafts, padding rows, and on a GPU drafts that are somewhat shorter get filling tokens."""
-        n_rows, draft_max = expected.shape
-        longest = int(np.count_nonzero(expected.any(axis=0)))
-        choices, fits = (_LENGTHS_ON_GPU, 3 * longest // 2) if self.limits.on_gpu else ((*_LENGTHS, longest), longest)
-        most = min(*self.limits.each, self.limits.tokens // sum(self.groups), draft_max, fits)
+        n_most = int(np.count_nonzero(expected.any(axis=0)))
+        choices, fits = (_LENGTHS_ON_GPU, 3 * n_most // 2) if self.limits.on_gpu else ((*_LENGTHS, n_most), n_most)
+        most = min(*self.limits.each, self.limits.tokens // sum(self.groups), expected.shape[1], fits)
         lengths = sorted({n for n in choices if n <= most})
-        return [[n] * n_rows for n in lengths], expected.cumsum(axis=1)[:, [min(n, longest) - 1 for n in lengths]]
+        return [[n] * len(expected) for n in lengths], expected.cumsum(axis=1)[:, [min(n, n_most) - 1 for n in lengths]]
 
     def _values(self, gains: Probabilities) -> list[float]:
         """The time saved, in rows, in each case of accepted tokens: by the geometric mean of the sequences' speeds, or
