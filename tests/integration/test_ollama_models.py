@@ -266,8 +266,9 @@ async def test_a_download_stops_when_its_client_leaves_and_leaves_nothing_behind
     async with serve(folder, accepts_models=True) as http:
         async with http.post("/api/pull", json={"model": "owner/Tiny-GGUF"}) as answer:
             async for line in answer.content:
-                if json.loads(line).get("completed"):
+                if "total" in json.loads(line):
                     break
+            await wait_until(downloads)
         await wait_until(lambda: not downloads())
         hub.hold.set()
         await wait_until(lambda: not [*pulled.parent.iterdir()])
