@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from dataclasses import fields, replace
 from pathlib import Path
 from time import perf_counter
+
+from msgspec.structs import fields, replace
 
 from cppbatch.errors import CppBatchError
 from cppbatch.models.find import check_file
