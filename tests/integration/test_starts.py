@@ -56,12 +56,13 @@ def test_a_process_imports_no_large_module_that_it_has_no_use_for(program: str) 
 
 async def test_a_worker_that_was_started_early_is_the_first_that_is_used() -> None:
     process.start_early()
+    started = process._early[0]
     early, later = process.worker_process(), process.worker_process()
     process.start_early()
     unused = process._early[0]
     process.end_early()
     try:
-        assert early.pid < later.pid
+        assert started is early is not later
         assert await asyncio.wait_for(unused.wait(), 60) == -signal.SIGKILL
     finally:
         for each in (early, later):

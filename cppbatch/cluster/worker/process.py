@@ -29,7 +29,7 @@ class WorkerProcess:
     def set_up(self, setup: bytes) -> None:
         """Sends the `WorkerSetup`, as one line of JSON."""
         assert self._child.stdin
-        with contextlib.suppress(BrokenPipeError):  # it has died, as `wait` says
+        with contextlib.suppress(OSError):  # it has died, which `wait` reports
             self._child.stdin.write(setup + b"\n")
             self._child.stdin.flush()
 
