@@ -403,7 +403,7 @@ class BatchProgress:
     def speed(self) -> str:
         """The tokens generated since the start, the time, and tokens per second."""
         seconds = time.perf_counter() - self._began if self._began else 0.0
-        rate = f" in {seconds:.0f} s, {self._job.n_tokens / seconds:.0f} tokens/s" if seconds else ""
+        rate = f" in {seconds:.0f} s, {self._job.n_tokens / seconds:.3g} tokens/s" if seconds else ""
         return f"{self._job.n_tokens} tokens{rate}"
 
     def _run(self) -> None:
@@ -450,7 +450,7 @@ class BatchProgress:
                 has_ended = self._ended.wait(_SAMPLE_S)
                 job = self._job
                 description = (
-                    f"done, {job.journal.n_failed} failed, {self._recent_speed():.0f} tokens/s, batch {job.n_running}"
+                    f"done, {job.journal.n_failed} failed, {self._recent_speed():.3g} tokens/s, batch {job.n_running}"
                 )
                 bar.update(task, completed=self._n_ended, total=job.n_lines, description=description)
                 if has_ended:

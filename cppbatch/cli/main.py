@@ -20,6 +20,8 @@ _MODULES = {
     "tune": "tune_command", "bench": "bench_commands", "rpc-worker": "rpc_worker_command", "ray": "ray_command",
 }  # fmt: skip
 
+_HELP = {"-h", "--help", "--help-all"}
+
 
 class _Commands(Mapping[str, click.Command]):
     """The commands, each imported on lookup: importing all of them takes as long as loading a small model."""
@@ -59,7 +61,7 @@ def main() -> None:
     _open_closed_streams()
     try:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts them on import, and has no matrices here
-        if sys.argv[1:2] == ["serve"]:
+        if sys.argv[1:2] == ["serve"] and _HELP.isdisjoint(sys.argv):
             process.start_early()  # it imports in parallel with this process
         cli(standalone_mode=False)
         sys.stdout.flush()

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 import msgspec
+import psutil
 
 from cppbatch.config import CHOICES, Numa
 from cppbatch.errors import CppBatchError, OutOfMemory, says_out_of_memory, shorten
@@ -191,11 +192,13 @@ class Backend:
     def _device(lib: ctypes.CDLL, handle: int) -> Device:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         lib.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
+        kind = _kind(lib, handle)
         return Device(
             name=lib.ggml_backend_dev_name(handle).decode(),
             description=lib.ggml_backend_dev_description(handle).decode(),
-            kind=_kind(lib, handle),
-            memory_free=free.value,
+            kind=kind,
+            # Of the CPU's memory, llama.cpp reports everything as free.
+            memory_free=psutil.virtual_memory().available if kind == "CPU" else free.value,
             memory_total=total.value,
         )
 
