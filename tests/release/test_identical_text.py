@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout, available_threads
-from cppbatch.llama import Batch, Context, Model
+from tests.support.near_ties import TOP_TWO_TIE, gap_where_it_parts
 
 STORY = "The river floods every spring and the people rebuild the bridge. "
 PROMPTS = [
@@ -25,7 +25,6 @@ PROMPTS = [
     *("History of the town: " + STORY * n + "Then" for n in (1, 2, 4, 8, 12, 16, 24, 32)),
 ]
 N_TOKENS = pytest.mark.parametrize("n_tokens", [12, pytest.param(32, marks=pytest.mark.soak)])
-TOP_TWO_TIE = 0.5  # logits this close may swap when a quantised weight's rounding flips
 
 
 @cache
@@ -97,21 +96,5 @@ def test_with_the_shipped_weights_16_of_16_are_equal_in_the_per_sequence_layout(
 def test_with_the_shipped_weights_unified_texts_part_only_where_two_tokens_are_nearly_tied(
     default_model: Path,
 ) -> None:
-    for prompt, ours, theirs in zip(PROMPTS, batched(default_model, "unified"), alone(default_model), strict=True):
-        if ours.text != theirs:
-            assert gap_where_it_parts(default_model, prompt, ours.tokens) < TOP_TWO_TIE
-
-
-def gap_where_it_parts(path: Path, prompt: str, tokens: list[int]) -> float:
-    """How much likelier, in logits, the model alone finds its own next token where `tokens` first differ from it."""
-    with Model(path) as model, Context(model, n_ctx=2048, n_threads=available_threads(), flash_attn="off") as context:
-        start, batch = model.vocab.tokenize(prompt), Batch(2048)
-        batch.add_run(start, 0, 0, n_logits=1)
-        for position, token in enumerate(tokens, len(start)):
-            context.decode(batch)
-            row = context.logits(1)[0]
-            if row.argmax() != token:
-                return float(row.max() - row[token])
-            batch.clear()
-            batch.add_rows([token], [position], [0])
-    raise AssertionError("it never parts from the model alone, yet its text is another")
+    for prompt, ours in zip(PROMPTS, batched(default_model, "unified"), strict=True):
+        assert gap_where_it_parts(default_model, prompt, ours.tokens) < TOP_TWO_TIE
