@@ -12,8 +12,10 @@ from typing import Any
 
 from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
 from cppbatch.cluster.engines.output_collector import OutputCollector
+from cppbatch.cluster.link import Answer, Check, Checked, Question, SlotAction, SlotDone, Tokenized
 from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.config import EngineConfig
+from cppbatch.engine.disk.slots import SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState, TokenPiece
 from cppbatch.errors import EngineClosed, InvalidRequest
@@ -79,12 +81,16 @@ class FakeEngine:
             self.cancelled.append(request_id)
             running[2].put(GenerationEvent(request_id=request_id, finish_reason=FinishReason.CANCELLED))
 
-    async def check(self, request: GenerationRequest) -> None:
-        if request.prompt == "invalid":
-            raise InvalidRequest("prompt", "is invalid")
-
-    async def tokenize(self, text: Any, **_: bool) -> list[TokenPiece]:
-        return [TokenPiece(ord(letter), letter.encode()) for letter in text]
+    async def ask(self, question: Question) -> Answer:
+        if isinstance(question, Check):
+            if question.request.prompt == "invalid":
+                raise InvalidRequest("prompt", "is invalid")
+            return Checked("")
+        if isinstance(question, SlotAction):
+            return SlotDone("", SlotReport(n_tokens=3, n_bytes=5))
+        letters = sorted(set(str(question.text)))
+        pieces = [TokenPiece(ord(letter), letter.encode()) for letter in letters]
+        return Tokenized("", [ord(letter) for letter in str(question.text)], pieces)
 
     async def live(self) -> list[WorkerLive]:
         self.n_live += 1

@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import supervisor
-from cppbatch.cluster.engines.in_flight import InFlightRequests
+from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.engines.supervisor import Supervisor
 from cppbatch.cluster.link import FromWorker, Loaded
@@ -67,7 +67,7 @@ class Listener:
     """Has requests; records the supervisor's calls."""
 
     def __init__(self) -> None:
-        self.requests = InFlightRequests()
+        self.requests = InFlightRequests(InFlightRequest)
         self.n_ready = self.n_died = 0
         self.at_sleep: asyncio.Event | None = None  # `before_sleep` waits for it
 
