@@ -321,12 +321,14 @@ class RayEngine(RemoteEngine[SentRequest]):
 
     async def workers(self) -> list[WorkerState]:
         """The state of the worker of each responding replica."""
+        self._own_loop.check()
         if self._closed or self._info is None:
             return []
         return [worker for report in await self._reports() for worker in report.workers]
 
     async def live(self) -> list[WorkerLive]:
         """The live state of the worker of each responding replica."""
+        self._own_loop.check()
         if self._closed or self._info is None:
             return []
         is_busy = self._in_flight or any(state.in_flight for state in self._live.last or ())
