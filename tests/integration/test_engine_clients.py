@@ -35,12 +35,14 @@ from cppbatch.cluster.engines.client import EngineClient, Health
 from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.cluster.rules import ScalingRule
 from cppbatch.engine.core import EngineCore
+from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, LlamaError, ModelError, QueueFull
 from cppbatch.ray.replica.set import ReplicaSetStatus
 from tests.support import tiny_models
 from tests.support.fake_replicas import FakeReplicas, settle
 from tests.support.fake_workers import FakeWorker, fake_workers
-from tests.support.submitting import run, together
+from tests.support.listening import until
+from tests.support.submitting import assert_ends_once, run, started, together
 
 __all__ = ["fake_workers"]
 
@@ -54,6 +56,7 @@ LONG = 3900
 """Tokens; no test waits for all of them."""
 
 KINDS = ["local", "process", "group", "autoscaled", "ray"]
+REAL = KINDS[:2]
 REMOTE = pytest.mark.parametrize("kind", KINDS[1:], indirect=True)
 
 
@@ -66,30 +69,8 @@ async def soon(awaitable: Awaitable[T], seconds: float = 60) -> T:
     return await asyncio.wait_for(awaitable, seconds)
 
 
-async def started(engine: EngineClient, its: GenerationRequest) -> asyncio.Task[list[GenerationEvent]]:
-    """A task that collects a request's events, once the first one is there."""
-    first = asyncio.Event()
-
-    async def collect() -> list[GenerationEvent]:
-        events = []
-        async for event in engine.submit(its):
-            events.append(event)
-            first.set()
-        return events
-
-    task = asyncio.create_task(collect())
-    task.add_done_callback(lambda _: first.set())
-    await soon(first.wait())
-    return task
-
-
 def text_of(events: list[GenerationEvent]) -> str:
     return "".join(event.text for event in events)
-
-
-def assert_ends_once(events: list[GenerationEvent], reason: FinishReason, n_tokens: int | None = None) -> None:
-    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
-    assert n_tokens is None or sum(len(event.tokens) for event in events) == n_tokens
 
 
 async def assert_free(engine: EngineClient) -> None:
@@ -124,7 +105,7 @@ async def kind(request: pytest.FixtureRequest, cluster: FakeReplicas) -> AsyncIt
             await asyncio.sleep(0)
 
     FakeWorker.started = []
-    stepping = asyncio.create_task(step()) if request.param in ("group", "autoscaled", "ray") else None
+    stepping = asyncio.create_task(step()) if request.param not in REAL else None
     yield request.param
     if stepping:
         stepping.cancel()
@@ -172,7 +153,7 @@ async def process_engine(tiny_llama: Path) -> AsyncIterator[EngineProcess]:
 async def engine(
     kind: str, make: Make, local_engine: LocalEngine, process_engine: EngineProcess
 ) -> AsyncIterator[EngineClient]:
-    if kind in ("local", "process"):
+    if kind in REAL:
         yield local_engine if kind == "local" else process_engine
     else:
         async with make() as engine:
@@ -211,9 +192,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 async def test_requests_are_accepted_from_the_end_of_loading_until_close_which_ends_all_of_them(
-    make: Make, gate: threading.Event
+    make: Make, kind: str, gate: threading.Event
 ) -> None:
     engine = make()
+    if kind == "local":
+        await until(lambda: engine.health().progress == 0.5)
     assert engine.health().status == "loading"
     for use in (run(engine, request()), engine.check(request()), engine.tokenize("a")):
         with pytest.raises(EngineClosed, match="it is loading"):
@@ -230,7 +213,8 @@ async def test_requests_are_accepted_from_the_end_of_loading_until_close_which_e
     params = [SamplingParams(json_schema={"type": "object", "required": [f"k{i}"]}) for i in range(20)]
     in_preparation = [GenerationRequest(id=f"json {i}", prompt="Hello", params=its) for i, its in enumerate(params)]
     tasks += [asyncio.create_task(run(engine, its)) for its in in_preparation]
-    questions = [asyncio.create_task(engine.tokenize("abc " * 20_000)) for _ in range(20)]
+    questions: list[asyncio.Task[Any]] = [asyncio.create_task(engine.stats()) for _ in range(3)]
+    questions += [asyncio.create_task(engine.tokenize("abc " * 20_000)) for _ in range(20)]
     await asyncio.sleep(0)
     closing = asyncio.create_task(engine.close())
     await settle()
@@ -241,7 +225,7 @@ async def test_requests_are_accepted_from_the_end_of_loading_until_close_which_e
     for events in await soon(asyncio.gather(*tasks)):
         assert_ends_once(events, FinishReason.CANCELLED)
     answers = await soon(asyncio.gather(*questions, return_exceptions=True))
-    assert {type(answer) for answer in answers} <= {list, EngineClosed}
+    assert {type(answer) for answer in answers} <= {list, EngineStats, EngineClosed}
     assert engine.health().status == "closed"
     with pytest.raises(EngineClosed):
         await engine.stats()
@@ -270,7 +254,7 @@ async def test_an_error_of_loading_is_raised_and_kept(
     cluster.state = ReplicaSetStatus(status="failed", message="out of memory", error_kind="LlamaError")
     engine = make(tiny_models.not_gguf(tmp_path / "page.gguf"))
     monkeypatch.setattr(FakeWorker, "can_load", False)
-    error, why = (ModelError, "page.gguf") if kind in ("local", "process") else (LlamaError, "out of memory")
+    error, why = (ModelError, "page.gguf") if kind in REAL else (LlamaError, "out of memory")
     for _ in range(2):
         with pytest.raises(error, match=why):
             await soon(engine.loaded())
@@ -375,6 +359,24 @@ async def test_requests_continue_when_their_workers_die(
     await assert_free(engine)
 
 
+@pytest.mark.parametrize("kind", REAL, indirect=True)
+async def test_update_request_appends_tokens_to_a_running_text(engine: LocalEngine | EngineProcess) -> None:
+    """Every given token is in the text, in one piece, and counts as generated; the text continues to its maximum."""
+    task = await started(engine, request(max_tokens=900))
+    assert await soon(engine.update_request("a", [7, 8, 9, 7]))
+    with pytest.raises(InvalidRequest, match="tokens: has 4000 ids"):
+        await soon(engine.update_request("a", [7] * 4000))
+    assert not await soon(engine.update_request("nobody", [7]))
+    events = await soon(task)
+    assert_ends_once(events, FinishReason.LENGTH, n_tokens=900)
+    tokens = [token for event in events for token in event.tokens]
+    assert any(tokens[i : i + 4] == [7, 8, 9, 7] for i in range(len(tokens)))
+    assert events[-1].usage
+    assert events[-1].usage.completion_tokens == 900
+    assert not await soon(engine.update_request("a", [7]))
+    await assert_free(engine)
+
+
 CALLS: list[Callable[[EngineClient], Any]] = [
     lambda engine: anext(engine.submit(request())),
     lambda engine: engine.check(request()),
@@ -401,12 +403,18 @@ async def test_a_call_from_another_event_loop_raises_at_once(engine: EngineClien
 # --- cancelling -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_request_ends_with_one_last_event_and_unknown_ids_are_ignored(engine: EngineClient) -> None:
+async def test_a_cancelled_request_ends_with_one_last_event_and_unknown_ids_are_ignored(
+    engine: EngineClient, kind: str
+) -> None:
     other = asyncio.create_task(run(engine, request("other")))
     task = await started(engine, request(max_tokens=LONG))
     await engine.cancel("nobody")
     await engine.cancel("a")
-    assert_ends_once(await soon(task), FinishReason.CANCELLED)
+    events = await soon(task)
+    assert_ends_once(events, FinishReason.CANCELLED)
+    if kind in REAL:
+        assert events[-1].usage
+        assert events[-1].usage.completion_tokens == sum(len(event.tokens) for event in events)
     assert_ends_once(await soon(other), FinishReason.LENGTH)
     await assert_free(engine)
 
@@ -431,9 +439,10 @@ async def test_a_request_that_is_cancelled_in_preparation_ends(engine: EngineCli
     await assert_free(engine)
 
 
-async def test_two_hundred_random_cancels_leak_nothing(engine: EngineClient) -> None:
+async def test_two_hundred_random_cancels_leak_nothing(engine: EngineClient, kind: str) -> None:
     rng = random.Random(2024)
     ends: list[FinishReason | None] = []
+    n_before = await n_finished(engine)
 
     async def one(i: int) -> None:
         its = request(str(i), max_tokens=rng.randint(1, 60), prompt="x" * rng.randint(1, 100))
@@ -452,6 +461,12 @@ async def test_two_hundred_random_cancels_leak_nothing(engine: EngineClient) -> 
     await soon(asyncio.gather(*(one(i) for i in range(200))))
     assert set(ends) == {None, FinishReason.CANCELLED, FinishReason.LENGTH}
     await assert_free(engine)
+    if kind in REAL:
+        assert await n_finished(engine) - n_before == 200
+
+
+async def n_finished(engine: EngineClient) -> int:
+    return sum(sum(worker.stats.finished.values()) for worker in await soon(engine.workers()) if worker.stats)
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cppbatch import GenerationEvent, GenerationRequest
+from cppbatch import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.cluster.engines.client import EngineClient
 
 
@@ -14,3 +14,25 @@ async def run(engine: EngineClient, its: GenerationRequest) -> list[GenerationEv
 
 async def together(engine: EngineClient, requests: list[GenerationRequest]) -> list[list[GenerationEvent]]:
     return await asyncio.wait_for(asyncio.gather(*(run(engine, its) for its in requests)), 120)
+
+
+async def started(engine: EngineClient, its: GenerationRequest) -> asyncio.Task[list[GenerationEvent]]:
+    """A task that collects a request's events, once the first one is there."""
+    first = asyncio.Event()
+
+    async def collect() -> list[GenerationEvent]:
+        events = []
+        async for event in engine.submit(its):
+            events.append(event)
+            first.set()
+        return events
+
+    task = asyncio.create_task(collect())
+    task.add_done_callback(lambda _: first.set())
+    await asyncio.wait_for(first.wait(), 60)
+    return task
+
+
+def assert_ends_once(events: list[GenerationEvent], reason: FinishReason, n_tokens: int | None = None) -> None:
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
+    assert n_tokens is None or sum(len(event.tokens) for event in events) == n_tokens

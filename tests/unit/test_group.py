@@ -15,7 +15,7 @@ from cppbatch.cluster.engines.client import Health
 from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.request import Prompt
-from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.errors import ConfigError
 
 LONG = "All of them begin with these words, which are worth reading only once. " * 40  # 2,800 letters
 
@@ -158,16 +158,6 @@ async def test_health_is_that_of_the_slowest_to_load_and_of_the_best_afterwards(
     for worker in fleet.workers:
         worker.status = "failed"
     assert fleet.group.health() == Health(status="failed", progress=0.5, error="trouble")
-
-
-async def test_an_id_is_used_by_one_request_at_a_time(fleet: Fleet) -> None:
-    request = GenerationRequest(id="same", prompt="x")
-    running = asyncio.ensure_future(anext(fleet.group.submit(request)))
-    await asyncio.sleep(0)
-    with pytest.raises(InvalidRequest, match=r"id: 'same' is already"):
-        await anext(fleet.group.submit(request))
-    fleet.workers[0].go.set()
-    await running
 
 
 CONFIG = EngineConfig(model_path="m.gguf")
