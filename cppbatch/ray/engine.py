@@ -68,7 +68,7 @@ class RayEngine(RemoteEngine[SentRequest]):
         super().__init__(config, InFlightRequests(SentRequest, f"{self._front}-"))
         self._replicas = replicas
         self._epoch = 0  # a lost stream group has a gap: later requests use other groups
-        self._groups = SentGroups()
+        self._groups: OrderedDict[str, SentGroup] = OrderedDict()  # by name; the most recently used is the last
         self._live = LatestState[list[WorkerLive]]()
         self._to_cancel: list[tuple[str, SentGroup]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -157,14 +157,18 @@ class RayEngine(RemoteEngine[SentRequest]):
             async for data in messages:
                 received = decode_to_front(data)
                 if isinstance(received, StreamOpened):
-                    self._opened(stream, self._groups.get(received.group, received.replica))
+                    self._opened(stream, received)
                 elif stream.group:
                     for in_order in stream.group.in_order(received):
                         self._handle(in_order, stream.group)
                 if stream.group and stream.group.is_lost:
                     return  # closes the stream
 
-    def _opened(self, stream: SentStream, group: SentGroup) -> None:
+    def _opened(self, stream: SentStream, opened: StreamOpened) -> None:
+        group = self._groups.setdefault(opened.group, SentGroup(opened.replica))
+        self._groups.move_to_end(opened.group)
+        if len(self._groups) > _MAX_GROUPS:  # one without open streams is kept: its next message may be on the way
+            self._groups.popitem(last=False)
         task = asyncio.current_task()
         assert task
         stream.group, group.streams[stream.sent_as] = group, task
@@ -396,18 +400,3 @@ class SentGroup:
         while not self.is_lost and (following := self._early.pop(self._n_received, None)):
             self._n_received += 1
             yield following
-
-
-class SentGroups:
-    """The stream groups by name. A group without open streams is kept: its next message may already be on the way."""
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[str, SentGroup] = OrderedDict()
-
-    def get(self, name: str, replica: str) -> SentGroup:
-        """The group of this name."""
-        group = self._groups.setdefault(name, SentGroup(replica))
-        self._groups.move_to_end(name)
-        while len(self._groups) > _MAX_GROUPS:
-            self._groups.popitem(last=False)
-        return group

@@ -99,6 +99,8 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
         check_times(step_timeout, sleep_idle_seconds)
         super().__init__(engine_config(model, settings), InFlightRequests(InFlightRequest))
         self.name = name
+        self.draining = False
+        """Whether it gets no new requests (`AutoscaledGroup`)."""
         worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
         self._supervisor = Supervisor(
             worker_config,
@@ -310,6 +312,7 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
             health=self.health(),
             in_flight=self.in_flight,
             restarts=self._supervisor.restarts,
+            draining=self.draining,
             stats=stats,
         )
 
