@@ -33,6 +33,30 @@ async def started(engine: EngineClient, its: GenerationRequest) -> asyncio.Task[
     return task
 
 
+class Reader:
+    """Reads the events of a request as they come."""
+
+    def __init__(self, engine: EngineClient, asked: GenerationRequest) -> None:
+        self.asked = asked
+        self.events: list[GenerationEvent] = []
+        self.task = asyncio.create_task(self._read(engine))
+
+    async def _read(self, engine: EngineClient) -> None:
+        async for event in engine.submit(self.asked):
+            assert event.request_id == self.asked.id
+            self.events.append(event)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        reasons = [event.finish_reason for event in self.events if event.finish_reason]
+        assert len(reasons) <= 1, "exactly one last event"
+        return reasons[0] if reasons else None
+
+
 def assert_ends_once(events: list[GenerationEvent], reason: FinishReason, n_tokens: int | None = None) -> None:
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
     assert n_tokens is None or sum(len(event.tokens) for event in events) == n_tokens

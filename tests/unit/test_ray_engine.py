@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch import FinishReason, GenerationRequest, SamplingParams
 from cppbatch.errors import EngineClosed, QueueFull
 from cppbatch.ray.engine import RayEngine
 from cppbatch.ray.replica.set import ReplicaSetStatus
+from tests.support import submitting
 from tests.support.fake_replicas import FakeReplicas, settle, text_of
 
 
@@ -28,28 +29,7 @@ def request(name: str, n: int = 10, prompt: str | None = None) -> GenerationRequ
     return GenerationRequest(id=name, prompt=prompt or name, params=SamplingParams(max_tokens=n))
 
 
-class Reader:
-    """Reads the events of a request as they come."""
-
-    def __init__(self, engine: RayEngine, asked: GenerationRequest) -> None:
-        self.asked = asked
-        self.events: list[GenerationEvent] = []
-        self.task = asyncio.ensure_future(self._read(engine))
-
-    async def _read(self, engine: RayEngine) -> None:
-        async for event in engine.submit(self.asked):
-            self.events.append(event)
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        reasons = [event.finish_reason for event in self.events if event.finish_reason]
-        assert len(reasons) <= 1, "exactly one last event"
-        return reasons[0] if reasons else None
-
+class Reader(submitting.Reader):
     def assert_complete(self) -> None:
         assert self.task.done()
         self.task.result()
