@@ -31,7 +31,7 @@ from cppbatch import (
 )
 from cppbatch.cluster.engines import local, supervisor
 from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
-from cppbatch.cluster.engines.client import EngineClient, Health
+from cppbatch.cluster.engines.client import EngineClient, Health, WorkerState
 from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.cluster.rules import ScalingRule
 from cppbatch.engine.core import EngineCore
@@ -338,25 +338,38 @@ async def test_a_slot_that_a_request_has_named_is_erased_and_another_one_cannot_
 
 
 @REMOTE
-async def test_requests_continue_when_their_workers_die(
-    engine: EngineClient, kind: str, cluster: FakeReplicas, monkeypatch: pytest.MonkeyPatch
+async def test_requests_continue_when_their_workers_die_and_those_that_arrive_meanwhile_wait_or_are_cancelled(
+    engine: EngineClient, cluster: FakeReplicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.05)
     requests = [request(str(i), prompt=f"{i} times", max_tokens=100) for i in range(6)]
     undisturbed = [text_of(events) for events in await together(engine, requests)]
     tasks = [await started(engine, its) for its in requests]
-    if kind == "process":
-        os.kill((await engine.workers())[0].pid or 0, signal.SIGKILL)
-    elif kind == "ray":
-        cluster.add()
-        cluster.replicas[0].kill()
-    else:
-        for worker in FakeWorker.started:
-            worker.die()
+    kill_workers(await engine.workers(), cluster)
+    while any(worker.pid is not None for worker in await engine.workers()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    waiting, cancelled = (asyncio.create_task(run(engine, request(name))) for name in ("waiting", "cancelled"))
+    await settle()
+    await engine.cancel("cancelled")
+    assert_ends_once(await soon(cancelled), FinishReason.CANCELLED, n_tokens=0)
+    assert not waiting.done()
+    cluster.add()
     for events, text in zip(await soon(asyncio.gather(*tasks)), undisturbed, strict=True):
         assert_ends_once(events, FinishReason.LENGTH, n_tokens=100)
         assert text_of(events) == text
+    assert_ends_once(await soon(waiting), FinishReason.LENGTH, n_tokens=16)
     await assert_free(engine)
+
+
+def kill_workers(workers: list[WorkerState], cluster: FakeReplicas) -> None:
+    for replica in cluster.replicas:
+        replica.kill()
+    for fake in FakeWorker.started:
+        fake.die()
+    if not FakeWorker.started:
+        for worker in workers:
+            if worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", REAL, indirect=True)

@@ -159,18 +159,6 @@ async def test_requests_that_arrive_without_a_worker_wait_for_the_next(tiny_llam
         await engine.check(request("also late"))
 
 
-async def test_a_cancel_without_a_worker_ends_the_request(tiny_llama: Path) -> None:
-    async with opened(tiny_llama) as engine:
-        os.kill(pid_of(engine) or 0, signal.SIGKILL)
-        await until(lambda: pid_of(engine) is None)
-        task = asyncio.ensure_future(run(engine, request("a")))
-        await asyncio.sleep(0)
-        await engine.cancel("a")
-        (event,) = await asyncio.wait_for(task, 10)
-        assert event.finish_reason is FinishReason.CANCELLED
-        assert engine.in_flight == 0
-
-
 async def test_a_cancelled_request_ends_when_its_worker_dies_before_it_handles_the_cancel(tiny_llama: Path) -> None:
     async with opened(tiny_llama) as engine:
         events = engine.submit(request("a", max_tokens=1500))

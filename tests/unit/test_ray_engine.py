@@ -125,20 +125,6 @@ async def test_the_requests_of_a_killed_replica_continue_elsewhere(unread: bool)
             reader.assert_complete()
 
 
-async def test_a_request_waits_until_a_replica_is_available() -> None:
-    cluster = FakeReplicas(1)
-    async with opened(cluster) as engine:
-        readers = await start(engine, 3)
-        await cluster.step(4)
-        cluster.replicas[0].kill()
-        await settle()
-        cluster.add()
-        await settle()
-        await cluster.step(12)
-        for reader in readers:
-            reader.assert_complete()
-
-
 async def test_a_broken_stream_of_a_living_replica_leaves_no_hole() -> None:
     cluster = FakeReplicas(1)
     async with opened(cluster) as engine:
