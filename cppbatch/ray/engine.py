@@ -364,9 +364,8 @@ class RayEngine(RemoteEngine[SentRequest]):
         await self._replicas.close(self._front)
 
 
-# --- sent requests ----------------------------------------------------------------------------------------------------
-# The requests of this front that run in replicas: puts the messages of each stream group in order, and tracks which
-# requests are lost with a replica.
+# --- stream groups ----------------------------------------------------------------------------------------------------
+# The front's side of its open streams: puts the messages of each stream group in order.
 
 
 class SentStream:
