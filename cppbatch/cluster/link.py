@@ -184,6 +184,11 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
     overflow: ContextOverflow | None = None
 
+    @property
+    def error(self) -> InvalidRequest:
+        """The error that `refusal` has got."""
+        return InvalidRequest(self.field, self.message, self.overflow)
+
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
     """The request is valid."""

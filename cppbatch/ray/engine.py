@@ -7,94 +7,74 @@ import contextlib
 import logging
 import math
 import uuid
-from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from time import perf_counter
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import msgspec
 
 from cppbatch import errors
-from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, WorkerLive, WorkerState, id_in_use
-from cppbatch.cluster.engines.in_flight import InFlightRequest
-from cppbatch.cluster.link import (
-    Check,
-    Question,
-    Refused,
-    SlotAction,
-    SlotDone,
-    Tokenize,
-    Tokenized,
-)
+from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
+from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests, LatestState
+from cppbatch.cluster.engines.remote import RemoteEngine, unpaired_surrogate
+from cppbatch.cluster.link import Answer, Check, Question, Refused
 from cppbatch.cluster.prefix_router import prompt_prefixes
 from cppbatch.config import EngineConfig
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
-from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats, add_up
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.engine.request import FinishReason
+from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.ray.messages import (
-    Answer,
     GroupEvents,
     ReplicaReport,
     StreamOpened,
     Submission,
     decode_answer,
+    decode_live,
     decode_report,
     decode_to_front,
     encode,
 )
-from cppbatch.ray.replica.set import LiveReplicas, ReplicaLost, ReplicaSet, ReplicaSetStatus
+from cppbatch.ray.replica.set import ReplicaLost, ReplicaSet, ReplicaSetStatus
 
 log = logging.getLogger("cppbatch.ray")
 
 _MAX_LOST = 5  # consecutive lost replicas, without a token in between, after which a request fails
 _PAUSE_S = 0.2  # before a request is resent, times the number of lost replicas
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
+_IDLE_PERIOD_S = 1.0  # between two questions about the live state while no replica has a request known here
 _LEASE_PERIOD_S = 4.0
-_MAX_FINISH_TIMES = 64
 _MAX_GROUPS = 4096  # more than the replicas of a cluster
 
 
-class RayEngine(EngineClient):
+class SentRequest(InFlightRequest):
+    """An unfinished request of a front. It gets a new `id` each time it is sent."""
+
+    group: SentGroup | None = None
+    """The group that carries its events; None until a replica runs it."""
+
+
+class RayEngine(RemoteEngine[SentRequest]):
     """An `EngineClient` over the replicas of a Ray Serve deployment. Created and used inside a running event loop.
 
     Requests and their tokens so far are kept in this process, so another replica can continue them.
     """
 
+    _receiver = "the replicas"
+
     def __init__(self, config: EngineConfig, replicas: ReplicaSet) -> None:
         """`config`: the settings of each replica; `max_queue` counts requests waiting for any replica."""
-        self._own_loop = OwnLoop("RayEngine")
-        self.config = config
-        self._replicas = replicas
         self._front = uuid.uuid4().hex[:8]
+        super().__init__(config, InFlightRequests(SentRequest, f"{self._front}-"))
+        self._replicas = replicas
         self._epoch = 0  # a lost stream group has a gap: later requests use other groups
-        self._n_sent = 0
-        self._requests: dict[str, SentRequest] = {}  # unfinished, by their ids in the replicas
-        self._by_id: dict[str, SentRequest] = {}  # by the client's id, while the iterator of `submit` is open
-        self._groups = SentGroups()
-        self._live = LiveReplicas(replicas)
+        self._groups: OrderedDict[str, SentGroup] = OrderedDict()  # by name; the most recently used is the last
+        self._live = LatestState[list[WorkerLive]]()
         self._to_cancel: list[tuple[str, SentGroup]] = []
-        self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
         self._tasks: set[asyncio.Task[None]] = set()
         self._status = ReplicaSetStatus(status="starting")
         self._has_more = False  # whether there are more replicas than at the previous check
-        self._info: ModelInfo | None = None
-        self._closed = False
-        self._loaded: asyncio.Future[None] = self._own_loop.loop.create_future()
-        self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
         self._background = [asyncio.ensure_future(work) for work in (self._watch(), self._renew_lease())]
-
-    async def loaded(self) -> None:
-        """Waits until a replica has loaded the model. Raises the errors of loading."""
-        await asyncio.shield(self._loaded)
-
-    @property
-    def info(self) -> ModelInfo:
-        """The loaded model. Raises `EngineClosed` before it is loaded."""
-        if self._info is None:
-            raise EngineClosed("the model is not loaded yet; use `async with`, or await `loaded()` first")
-        return self._info
 
     def health(self) -> Health:
         """`ok` while any replica is running; `restarting` if none is running but one was before."""
@@ -111,35 +91,19 @@ class RayEngine(EngineClient):
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    async def check(self, request: GenerationRequest) -> None:
-        """Asks a replica. Refuses functions, which cannot be sent there."""
-        self._refuse_functions(request)
-        await self._ask(Check(request))
-
-    async def tokenize(
-        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
-    ) -> list[TokenPiece]:
-        answer = await self._ask(Tokenize("", text, add_special, parse_special))
-        assert isinstance(answer, Tokenized)
-        pieces = {token.id: token for token in answer.pieces}
-        return [pieces[token] for token in answer.ids]
-
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
         """Asks the replica. Raises `InvalidRequest` with several replicas, because each has its own slots."""
         if self._status.n_wanted > 1:
             message = f"belongs to one of {self._status.n_wanted} replicas; saving slots requires a single replica"
             raise InvalidRequest("id_slot", message)
-        answer = await self._ask(SlotAction("", action, slot, path))
-        assert isinstance(answer, SlotDone)
-        return answer.report
+        return await super().slot_action(action, slot, path)
 
-    async def _ask(self, question: Question) -> Answer:
-        """Asks a replica, and another one if it is lost."""
-        self._require_ready()
+    async def ask(self, question: Question) -> Answer:
+        self._check_usable(question.request if isinstance(question, Check) else None)
         try:
             message = encode(question)
         except UnicodeEncodeError as error:
-            raise InvalidRequest("prompt", f"contains an unpaired surrogate: {error}") from error
+            raise unpaired_surrogate(error) from error
         for n_lost in range(1, _MAX_LOST + 1):
             try:
                 answer = decode_answer(await self._replicas.ask(message))
@@ -148,66 +112,25 @@ class RayEngine(EngineClient):
                 await asyncio.sleep(n_lost * _PAUSE_S)
                 continue
             if isinstance(answer, Refused):
-                raise InvalidRequest(answer.field, answer.message, answer.overflow)
+                raise answer.error
             return answer
         raise GenerationFailed(f"lost {_MAX_LOST} replicas in a row; the last one: {why}")
 
-    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
-        """Runs a request, yielding its events; see `EngineClient.submit`."""
-        if request.id in self._by_id:
-            raise id_in_use(request.id)
-        self._require_ready()
-        self._refuse_functions(request)
-        if len(self._requests) >= max(1, self._status.n_running) * self.config.n_parallel + self.config.max_queue:
-            raise QueueFull(self.config.max_queue, self._seconds_per_request())
-        submitted = self._by_id[request.id] = SentRequest(request)
-        try:
-            self._send(submitted)
-            while not submitted.outputs.finished:
-                yield await submitted.outputs.get()
-        finally:
-            del self._by_id[request.id]
-            if submitted.id in self._requests:
-                self._abandon(submitted)
-
-    async def cancel(self, request_id: str) -> None:
-        """Ends a request within a step."""
-        if request := self._by_id.get(request_id):
-            request.cancelled = True
-            if request.group:
-                self._send_cancel(request.id, request.group)  # the replica sends the last event
-            elif request.id in self._requests:
-                self._end(request, FinishReason.CANCELLED)
-
-    def _require_ready(self) -> None:
-        if not (health := self.health()).takes_requests:
-            raise EngineClosed(health.refusal)
-        self._own_loop.check()
-
-    @staticmethod
-    def _refuse_functions(request: GenerationRequest) -> None:
-        if request.params.logits_processor is not None:
-            message = "is a Python function, which cannot be sent to the replicas; use LocalEngine"
-            raise InvalidRequest("logits_processor", message)
-
-    def _seconds_per_request(self) -> float:
-        """The mean time between the ends of recent requests, 1 to 60 s: estimates the time until a slot is free."""
-        times = self._finish_times
-        return min(60.0, max(1.0, (times[-1] - times[0]) / (len(times) - 1))) if len(times) > 1 else 1.0
+    @property
+    def _capacity(self) -> int:
+        return max(1, self._status.n_running) * self.config.n_parallel
 
     # --- to and from the replicas -------------------------------------------------------------------------------
 
     def _send(self, request: SentRequest) -> None:
-        """Sends the request to a replica, which continues after its tokens so far."""
-        self._n_sent += 1
-        request.send_as(f"{self._front}-{self._n_sent}")
-        try:
-            message = encode(Submission(self._front, self._epoch, request.request, request.resume_state()))
-        except UnicodeEncodeError as error:
-            request.outputs.fail(InvalidRequest("prompt", f"contains an unpaired surrogate: {error}"))
-            return
-        self._requests[request.id] = request
+        message = encode(Submission(self._front, self._epoch, request.request, request.resume_state()))
         self._start_task(self._read(SentStream(request), message))
+
+    def _send_cancel(self, request: SentRequest) -> bool:
+        if not request.group:
+            return False
+        self._cancel_in(request.group, request.id)
+        return True
 
     async def _read(self, stream: SentStream, message: bytes) -> None:
         """Reads one stream to its end, even if its own request ends earlier: it may carry events of other requests."""
@@ -218,11 +141,11 @@ class RayEngine(EngineClient):
                 raise
             if stream.group:
                 self._lose_group(stream.group, str(error))
-            elif stream.sent_as in self._requests:
+            elif self._in_flight.get(stream.sent_as):
                 self._send_again(stream.request, str(error))
         except Exception as error:  # a bug; the reader must not wait forever
             log.exception("failed to run a request on the cluster")
-            if stream.sent_as in self._requests:
+            if self._in_flight.get(stream.sent_as):
                 self._end(stream.request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
         finally:
             if stream.group:
@@ -234,31 +157,33 @@ class RayEngine(EngineClient):
             async for data in messages:
                 received = decode_to_front(data)
                 if isinstance(received, StreamOpened):
-                    self._opened(stream, self._groups.get(received.group, received.replica))
+                    self._opened(stream, received)
                 elif stream.group:
                     for in_order in stream.group.in_order(received):
                         self._handle(in_order, stream.group)
                 if stream.group and stream.group.is_lost:
                     return  # closes the stream
 
-    def _opened(self, stream: SentStream, group: SentGroup) -> None:
+    def _opened(self, stream: SentStream, opened: StreamOpened) -> None:
+        group = self._groups.setdefault(opened.group, SentGroup(opened.replica))
+        self._groups.move_to_end(opened.group)
+        if len(self._groups) > _MAX_GROUPS:  # one without open streams is kept: its next message may be on the way
+            self._groups.popitem(last=False)
         task = asyncio.current_task()
         assert task
         stream.group, group.streams[stream.sent_as] = group, task
         if request := self._request_in(group, stream.sent_as):
             if group.is_lost:  # the request was on the way to this group
-                self._remove(request)
-                self._send(request)
+                self._move(request)
         elif not group.is_lost:  # the request has ended since it was sent
-            self._send_cancel(stream.sent_as, group)
+            self._cancel_in(group, stream.sent_as)
 
     def _request_in(self, group: SentGroup, sent_as: str) -> SentRequest | None:
         """The request of a replica's message; None if it has ended here. The first events of a request may overtake the
         message that opens its stream."""
-        request = self._requests.get(sent_as)
-        if request and not request.group:
+        request = self._in_flight.get(sent_as)
+        if request:
             request.group = group
-            group.requests[sent_as] = request
         return request
 
     def _handle(self, message: GroupEvents, group: SentGroup) -> None:
@@ -266,31 +191,22 @@ class RayEngine(EngineClient):
             if request := self._request_in(group, event.request_id):
                 if event.tokens:
                     request.n_crashes = 0
-                if event.finish_reason:
-                    self._remove(request)
-                    self._finish_times.append(perf_counter())
-                request.put(event)
+                self._put(request, event)
         for refused in message.not_valid:
             if request := self._request_in(group, refused.id):
-                self._remove(request)
-                request.outputs.fail(InvalidRequest(refused.field, refused.message, refused.overflow))
+                self._refuse(request, refused)
         for not_run in message.not_run:
             if request := self._request_in(group, not_run.request_id):
                 self._send_again(request, not_run.why)
 
-    def _remove(self, request: SentRequest) -> None:
-        """Removes a request that has ended or is resent; later events for it are dropped."""
-        del self._requests[request.id]
-        if request.group:
-            del request.group.requests[request.id]
-            request.group = None
+    def _move(self, request: SentRequest) -> None:
+        """Sends the request under a new id; later events for the old one are dropped."""
+        request.group = None
+        self._in_flight.requeue(request)
+        self._send_requests()
 
-    def _abandon(self, request: SentRequest) -> None:
-        """Removes a request, and cancels it in its replica."""
-        group = request.group
-        self._remove(request)
-        if group:
-            self._send_cancel(request.id, group)
+    def _requests_of(self, group: SentGroup) -> list[SentRequest]:
+        return [request for request in self._in_flight if request.group is group]
 
     def _lose_group(self, group: SentGroup, why: str) -> None:
         """Handles a broken stream of the group: continues its requests elsewhere, in groups without a gap, and closes
@@ -299,7 +215,7 @@ class RayEngine(EngineClient):
             return
         group.is_lost = True
         self._epoch += 1
-        lost = list(group.requests.values())
+        lost = self._requests_of(group)
         if lost:
             log.warning("lost a replica (%s); requests that continue in other replicas: %d", why, len(lost))
         for request in lost:
@@ -309,26 +225,16 @@ class RayEngine(EngineClient):
                 task.cancel()
 
     def _send_again(self, request: SentRequest, why: str) -> None:
-        self._remove(request)
         request.n_crashes += 1
         if request.cancelled:
-            self._put_last_event(request, FinishReason.CANCELLED)
+            self._end(request, FinishReason.CANCELLED)
         elif request.n_crashes >= _MAX_LOST:
             error = f"lost {_MAX_LOST} replicas in a row while processing this request; the last one: {why}"
-            self._put_last_event(request, FinishReason.ERROR, error)
+            self._end(request, FinishReason.ERROR, error)
         else:
-            self._send(request)
+            self._move(request)
 
-    def _end(self, request: SentRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Ends a request on behalf of a replica."""
-        self._remove(request)
-        self._put_last_event(request, reason, error)
-
-    @staticmethod
-    def _put_last_event(request: SentRequest, reason: FinishReason, error: str | None = None) -> None:
-        request.outputs.put(GenerationEvent(request_id=request.id, finish_reason=reason, error=error))
-
-    def _send_cancel(self, sent_as: str, group: SentGroup) -> None:
+    def _cancel_in(self, group: SentGroup, sent_as: str) -> None:
         self._to_cancel.append((sent_as, group))
         if len(self._to_cancel) == 1:
             self._start_task(self._cancel_all())
@@ -385,28 +291,26 @@ class RayEngine(EngineClient):
     async def _update_status(self) -> None:
         self._status = await self._replicas.status()
         if self._status.status == "failed":
-            self._fail(self._status)
+            self._fail_all(self._status)
         elif self._info is None and self._status.status == "running" and (reports := await self._reports()):
             self._info = reports[0].info
-            self._loaded.set_result(None)
+            self._end_loading()
 
     def _spread(self) -> None:
         """Resends requests that wait in replicas' queues, so that new replicas get their share."""
-        share = math.ceil(len(self._requests) / max(1, self._status.n_running))
-        for group in self._groups:
-            n_more = len(group.requests) - max(share, self.config.n_parallel)
-            waiting = [each for each in group.requests.values() if not each.has_tokens and not each.cancelled]
+        share = math.ceil(len(self._in_flight) / max(1, self._status.n_running))
+        for group in {request.group for request in self._in_flight if request.group}:
+            requests = self._requests_of(group)
+            n_more = len(requests) - max(share, self.config.n_parallel)
+            waiting = [each for each in requests if not each.has_tokens and not each.cancelled]
             for request in waiting[-n_more:] if n_more > 0 else ():
-                self._abandon(request)
-                self._send(request)
+                self._send_cancel(request)
+                self._move(request)
 
-    def _fail(self, status: ReplicaSetStatus) -> None:
+    def _fail_all(self, status: ReplicaSetStatus) -> None:
         error = status.message or "no replica is running"
-        if not self._loaded.done():
-            kind = getattr(errors, status.error_kind or "", CppBatchError)
-            self._loaded.set_exception(kind(error))
-        for request in list(self._requests.values()):
-            self._end(request, FinishReason.ERROR, error)
+        self._end_loading(getattr(errors, status.error_kind or "", CppBatchError)(error))
+        self._end_all(FinishReason.ERROR, error)
 
     async def _reports(self) -> list[ReplicaReport]:
         reports = [decode_report(report) for report in await self._replicas.reports()]
@@ -421,40 +325,47 @@ class RayEngine(EngineClient):
 
     async def workers(self) -> list[WorkerState]:
         """The state of the worker of each responding replica."""
+        self._own_loop.check()
         if self._closed or self._info is None:
             return []
         return [worker for report in await self._reports() for worker in report.workers]
 
     async def live(self) -> list[WorkerLive]:
         """The live state of the worker of each responding replica."""
-        return [] if self._closed or self._info is None else await self._live.get(idle=not self._requests)
+        self._own_loop.check()
+        if self._closed or self._info is None:
+            return []
+        is_busy = self._in_flight or any(state.in_flight for state in self._live.last or ())
+        states, since = await self._live.get(self._ask_live, 0.0 if is_busy else _IDLE_PERIOD_S)
+        return [
+            state if state.age is None else msgspec.structs.replace(state, age=round(state.age + (since or 0.0), 3))
+            for state in states or ()
+        ]
+
+    def _ask_live(self) -> None:
+        self._start_task(self._receive_live())
+
+    async def _receive_live(self) -> None:
+        try:
+            states = [state for data in await self._replicas.live() for state in decode_live(data)]
+        except Exception as error:  # `_watch` reports that the cluster does not respond
+            log.debug("could not get the state of the replicas: %s", error)
+            states = []
+        self._live.received(sorted(states, key=lambda state: state.name))
 
     async def close(self) -> None:
         """Ends all requests here and in the replicas, with `cancelled` as the last event. The replicas keep running."""
         self._closed = True
-        for request in list(self._requests.values()):
-            self._end(request, FinishReason.CANCELLED)
-        if not self._loaded.done():
-            self._loaded.set_exception(EngineClosed("the engine was closed while loading the model"))
+        self._end_open_calls()
         tasks = [*self._background, *self._tasks]
         for task in tasks:
             task.cancel()  # closes the streams, which ends the requests in the replicas
-        await asyncio.gather(*tasks, self._live.close(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._replicas.close(self._front)
 
 
-# --- sent requests ----------------------------------------------------------------------------------------------------
-# The requests of this front that run in replicas: puts the messages of each stream group in order, and tracks which
-# requests are lost with a replica.
-
-
-class SentRequest(InFlightRequest):
-    """An unfinished request of a front. It gets a new `id` each time it is sent."""
-
-    def __init__(self, request: GenerationRequest) -> None:
-        super().__init__("", request)
-        self.group: SentGroup | None = None
-        """The group that carries its events; None until a replica runs it."""
+# --- stream groups ----------------------------------------------------------------------------------------------------
+# The front's side of its open streams: puts the messages of each stream group in order.
 
 
 class SentStream:
@@ -476,8 +387,6 @@ class SentGroup:
         self.is_lost = False
         self.streams: dict[str, asyncio.Task[None]] = {}
         """The tasks that read the open streams, by the id of the stream's request."""
-        self.requests: dict[str, SentRequest] = {}
-        """The unfinished requests of the group, by their id in the replica."""
         self._n_received = 0
         self._early: dict[int, GroupEvents] = {}  # messages that overtook one on the stream of an earlier carrier
 
@@ -490,22 +399,3 @@ class SentGroup:
         while not self.is_lost and (following := self._early.pop(self._n_received, None)):
             self._n_received += 1
             yield following
-
-
-class SentGroups:
-    """The stream groups by name. A group without open streams is kept: its next message may already be on the way."""
-
-    def __init__(self) -> None:
-        self._groups: OrderedDict[str, SentGroup] = OrderedDict()
-
-    def __iter__(self) -> Iterator[SentGroup]:
-        """Iterates over a copy."""
-        return iter(list(self._groups.values()))
-
-    def get(self, name: str, replica: str) -> SentGroup:
-        """The group of this name."""
-        group = self._groups.setdefault(name, SentGroup(replica))
-        self._groups.move_to_end(name)
-        while len(self._groups) > _MAX_GROUPS:
-            self._groups.popitem(last=False)
-        return group

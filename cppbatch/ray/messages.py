@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from cppbatch.cluster.engines.client import WorkerLive, WorkerState
-from cppbatch.cluster.link import Checked, Question, Refused, SlotDone, Tokenized
+from cppbatch.cluster.link import Answer, Question, Refused
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
 
@@ -61,13 +61,12 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToFront = StreamOpened | GroupEvents
-Answer = Checked | Tokenized | SlotDone | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 decode_submission = msgspec.msgpack.Decoder(Submission).decode
 _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_answer: msgspec.msgpack.Decoder[Answer | Refused] = msgspec.msgpack.Decoder(Answer | Refused)
 decode_to_front, decode_question, decode_answer = _to_front.decode, _question.decode, _answer.decode
 decode_live = msgspec.msgpack.Decoder(list[WorkerLive]).decode
 decode_report = msgspec.msgpack.Decoder(ReplicaReport).decode

@@ -397,6 +397,17 @@ def test_closing_does_not_wait_for_a_grammar_that_is_being_read() -> None:
         checker.definition("guided_regex", "ready")
 
 
+def test_a_child_that_has_died_since_the_last_look_at_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = grammar_check.GrammarChecker()
+    checker.definition("guided_regex", "ready")
+    assert checker._child
+    checker._child.kill()
+    checker._child.wait()
+    monkeypatch.setattr(checker._child, "poll", lambda: None)
+    assert checker.definition("guided_regex", "ready")
+    checker.close()
+
+
 async def test_closing_an_engine_on_a_thread_does_not_wait_for_a_grammar_that_is_being_read(tiny_llama: Path) -> None:
     params = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_999_989})
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:

@@ -197,7 +197,7 @@ async def test_the_promises_of_an_engine_hold(cluster: Cluster, config: EngineCo
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await anext(engine.submit(request(8)))
-        with pytest.raises(InvalidRequest, match="still running"):
+        with pytest.raises(InvalidRequest, match="already the id of a running request"):
             await anext(engine.submit(request(0)))
         for i in range(1, 4):  # the first one carries the events of all
             await streams[i - 1].aclose()

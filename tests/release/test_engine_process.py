@@ -24,7 +24,6 @@ import zmq
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cluster import link
 from cppbatch.cluster.engines import supervisor
-from cppbatch.cluster.engines.client import Health
 from cppbatch.cluster.engines.in_flight import InFlightRequest
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.link import LoadFailed
@@ -32,8 +31,7 @@ from cppbatch.cluster.worker import handle
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import ResumeState
-from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
-from tests.support import tiny_models
+from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError
 from tests.support.failing_runtimes import POISON
 from tests.support.http_client import http_to
 from tests.support.listening import until
@@ -159,18 +157,6 @@ async def test_requests_that_arrive_without_a_worker_wait_for_the_next(tiny_llam
         (events,) = await together(engine, [request("late")])
         assert told(events)[3] is FinishReason.LENGTH
         await engine.check(request("also late"))
-
-
-async def test_a_cancel_without_a_worker_ends_the_request(tiny_llama: Path) -> None:
-    async with opened(tiny_llama) as engine:
-        os.kill(pid_of(engine) or 0, signal.SIGKILL)
-        await until(lambda: pid_of(engine) is None)
-        task = asyncio.ensure_future(run(engine, request("a")))
-        await asyncio.sleep(0)
-        await engine.cancel("a")
-        (event,) = await asyncio.wait_for(task, 10)
-        assert event.finish_reason is FinishReason.CANCELLED
-        assert engine.in_flight == 0
 
 
 async def test_a_cancelled_request_ends_when_its_worker_dies_before_it_handles_the_cancel(tiny_llama: Path) -> None:
@@ -366,12 +352,6 @@ async def test_an_out_of_memory_kill_blames_the_request(
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_error_of_loading_is_raised_as_by_the_engine(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"page\.gguf"):
-        async with opened(tiny_models.not_gguf(tmp_path / "page.gguf")):
-            pass
-
-
 async def test_a_death_while_loading_is_an_error_and_not_retried(tiny_llama: Path) -> None:
     with pytest.raises(ModelError, match="died: killed by SIGILL"):
         async with opened(tiny_llama, "dies_while_loading", repack="off") as engine:
@@ -423,55 +403,6 @@ async def test_workers_that_keep_dying_fail_their_requests_and_a_later_one_bring
         await until(lambda: engine.health().status == "ok")
         (events,) = await together(engine, [request("a")])
         assert told(events)[3] is FinishReason.LENGTH
-
-
-async def test_health_reports_the_loading_progress_and_nothing_is_accepted_meanwhile(tiny_llama: Path) -> None:
-    engine = EngineProcess(tiny_llama, **SETTINGS)
-    assert engine.health().status == "loading"
-    for use in (run(engine, request("a")), engine.check(request("a"))):
-        with pytest.raises(EngineClosed, match="loading"):
-            await use
-    with pytest.raises(EngineClosed):
-        engine.info  # noqa: B018
-    await engine.loaded()
-    assert engine.health() == Health(status="ok", progress=1.0)
-    await engine.close()
-
-
-async def test_closing_while_loading_ends_the_worker(tiny_llama: Path) -> None:
-    engine = EngineProcess(tiny_llama, **SETTINGS)
-    await asyncio.sleep(0.1)
-    await asyncio.wait_for(engine.close(), 30)
-    assert engine.health().status == "closed"
-    with pytest.raises(EngineClosed, match="closed while loading"):
-        await asyncio.wait_for(engine.loaded(), 30)
-
-
-# --- refused requests ------------------------------------------------------------------------------------------------
-
-
-async def test_a_request_that_cannot_be_serialised_is_refused(tiny_llama: Path) -> None:
-    async with opened(tiny_llama) as engine:
-        with pytest.raises(InvalidRequest, match="LocalEngine"):
-            await run(engine, request("a", logits_processor=lambda tokens, logits: None))
-        with pytest.raises(InvalidRequest, match="surrogate"):
-            await run(engine, request("a", "half \ud800 of one"))
-        (events,) = await together(engine, [request("a")])
-        assert told(events)[3] is FinishReason.LENGTH
-
-
-# --- what cannot be sent ----------------------------------------------------------------------------------------------
-
-
-async def test_a_full_queue_refuses_with_a_retry_after(tiny_llama: Path) -> None:
-    async with opened(tiny_llama, n_parallel=1, max_queue=2) as engine:
-        running = [asyncio.ensure_future(run(engine, request(i, max_tokens=300))) for i in range(3)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="the queue is full: 2 requests") as refused:
-            await run(engine, request("one too many"))
-        assert 1 <= refused.value.retry_after <= 60
-        for events in await asyncio.gather(*running):
-            assert told(events)[3] is FinishReason.LENGTH
 
 
 # --- the link ---------------------------------------------------------------------------------------------------------

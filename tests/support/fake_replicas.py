@@ -12,14 +12,16 @@ from typing import Any
 
 from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
 from cppbatch.cluster.engines.output_collector import OutputCollector
+from cppbatch.cluster.link import Answer, Check, Checked, Question, Refused, Tokenize
 from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.config import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState, TokenPiece
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.ray.engine import RayEngine
 from cppbatch.ray.replica.engine import ReplicaEngine
 from cppbatch.ray.replica.set import ReplicaLost, ReplicaSetStatus
+from tests.support.fake_workers import erase, letters
 
 
 def text_of(request: GenerationRequest) -> str:
@@ -31,12 +33,18 @@ def _piece(prompt: str, n: int) -> str:
     return f"{prompt}{n} "
 
 
+def check(request: GenerationRequest) -> None:
+    if str(request.prompt).startswith("invalid"):
+        raise InvalidRequest("prompt", "is invalid")
+
+
 class FakeEngine:
     """One token for each running request with each call of `step`."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[GenerationRequest, int, OutputCollector]] = {}
         self.cancelled: list[str] = []
+        self.slots: set[int] = set()
         self.failed: str | None = None
         self.n_live = 0
         self.info = ModelInfo(
@@ -48,9 +56,11 @@ class FakeEngine:
     def open(self, request: GenerationRequest, resume: ResumeState) -> Iterator[OutputCollector]:
         if self.failed:
             raise EngineClosed(self.failed)
-        if request.prompt == "invalid":
-            raise InvalidRequest("prompt", "is invalid")
+        check(request)
         outputs = OutputCollector(request.id)
+        if request.report_acceptance:
+            outputs.put(GenerationEvent(request_id=request.id))
+        self.slots.add(request.id_slot)
         self.running[request.id] = request, len(resume.tokens), outputs
         try:
             yield outputs
@@ -79,12 +89,16 @@ class FakeEngine:
             self.cancelled.append(request_id)
             running[2].put(GenerationEvent(request_id=request_id, finish_reason=FinishReason.CANCELLED))
 
-    async def check(self, request: GenerationRequest) -> None:
-        if request.prompt == "invalid":
-            raise InvalidRequest("prompt", "is invalid")
-
-    async def tokenize(self, text: Any, **_: bool) -> list[TokenPiece]:
-        return [TokenPiece(ord(letter), letter.encode()) for letter in text]
+    async def ask(self, question: Question) -> Answer:
+        if isinstance(question, Check):
+            check(question.request)
+            return Checked("")
+        if isinstance(question, Tokenize):
+            return letters(question)
+        answer = erase(question, self.slots)
+        if isinstance(answer, Refused):
+            raise answer.error
+        return answer
 
     async def live(self) -> list[WorkerLive]:
         self.n_live += 1

@@ -22,19 +22,42 @@ from cppbatch.cluster.link import (
     Live,
     Loaded,
     LoadFailed,
+    Refused,
+    SlotAction,
+    SlotDone,
     Stats,
     Submit,
+    Tokenize,
+    Tokenized,
     ToWorker,
+    encode,
+    refusal,
 )
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
-from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.engine.disk.slots import SlotReport
+from cppbatch.engine.request import FinishReason, GenerationEvent, TokenPiece
+from cppbatch.errors import InvalidRequest
 from tests.support.fakes import fake_engine, greedy
 
 
 def text_of(prompt: object, n_tokens: int) -> str:
     """What every fake worker answers to a prompt."""
     return "".join(f"{prompt}:{i} " for i in range(n_tokens))
+
+
+def letters(question: Tokenize) -> Tokenized:
+    """Each letter is a token, whose id is its code."""
+    ids = [ord(letter) for letter in question.text] if isinstance(question.text, str) else question.text
+    assert isinstance(ids, list)
+    return Tokenized(question.id, ids, [TokenPiece(each, chr(each).encode()) for each in sorted(set(ids))])
+
+
+def erase(question: SlotAction, slots: set[int]) -> SlotDone | Refused:
+    """Erases one of the slots that requests have named; has nothing to save."""
+    if question.action != "erase":
+        return refusal(question.id, InvalidRequest("id_slot", "has no prefix"))
+    return SlotDone(question.id, SlotReport(n_tokens=3 * (question.slot in slots)))
 
 
 class FakeWorker:
@@ -47,6 +70,7 @@ class FakeWorker:
         self.config = config
         self.sequences: dict[str, Submit] = {}
         self.n_tokens: dict[str, int] = {}
+        self.slots: set[int] = set()
         self.died = self.stopped = self.ended = self.was_killed = False
         self.is_listened_to = False
         """Whether it is ready for requests."""
@@ -71,7 +95,13 @@ class FakeWorker:
         return worker
 
     def send(self, message: ToWorker) -> None:
-        if isinstance(message, Submit):
+        encode(message)  # raises as the real one
+        if isinstance(message, (Submit, Check)) and str(message.request.prompt).startswith("invalid"):
+            self._messages.put_nowait(refusal(message.id, InvalidRequest("prompt", "is invalid")))
+        elif isinstance(message, Submit):
+            self.slots.add(message.request.id_slot)
+            if message.request.report_acceptance:
+                self._emit(message.id)
             self.sequences[message.id] = message
             self.n_tokens[message.id] = len(message.resume.tokens)
         elif isinstance(message, Cancel) and message.id in self.sequences:
@@ -79,6 +109,10 @@ class FakeWorker:
             self._emit(message.id, finish_reason=FinishReason.CANCELLED)
         elif isinstance(message, Check):
             self._messages.put_nowait(Checked(message.id))
+        elif isinstance(message, Tokenize):
+            self._messages.put_nowait(letters(message))
+        elif isinstance(message, SlotAction):
+            self._messages.put_nowait(erase(message, self.slots))
         elif isinstance(message, LimitThreads):
             self.threads = message.n
         elif isinstance(message, GetStats):

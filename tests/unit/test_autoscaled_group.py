@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from cppbatch import EngineConfig, EngineProcess, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch import EngineConfig, EngineProcess, FinishReason, GenerationRequest, SamplingParams
 from cppbatch.cli.engine_options import deployment_options
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import autoscaled, supervisor
@@ -26,6 +26,7 @@ from cppbatch.config import available_threads
 from cppbatch.errors import ConfigError
 from tests.support.fake_workers import FakeWorker, fake_workers, text_of
 from tests.support.listening import until
+from tests.support.submitting import Reader
 
 __all__ = ["fake_workers"]
 
@@ -43,28 +44,9 @@ class CheckedGroup(AutoscaledGroup):
         return chosen
 
 
-class Stream:
-    """A request and what its reader got."""
-
-    def __init__(self, group: AutoscaledGroup, name: str, n_tokens: int, priority: int) -> None:
-        params = SamplingParams(max_tokens=n_tokens, temperature=0)
-        self.request = GenerationRequest(id=name, prompt=name, params=params, priority=priority)
-        self.events: list[GenerationEvent] = []
-        self.n_tokens = n_tokens
-        self.task = asyncio.create_task(self._read(group))
-
-    async def _read(self, group: AutoscaledGroup) -> None:
-        async for event in group.submit(self.request):
-            assert event.request_id == self.request.id
-            self.events.append(event)
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events)
-
-    @property
-    def reasons(self) -> list[FinishReason | None]:
-        return [event.finish_reason for event in self.events if event.finish_reason]
+def request(name: str, n_tokens: int, priority: int) -> GenerationRequest:
+    params = SamplingParams(max_tokens=n_tokens, temperature=0)
+    return GenerationRequest(id=name, prompt=name, params=params, priority=priority)
 
 
 class Fleet:
@@ -79,7 +61,7 @@ class Fleet:
         self.rule = ScalingRule(min_workers=least, max_workers=most, n_parallel=N_PARALLEL, downscale_delay=delay)
         self.shortage: str | None = None
         self.group = CheckedGroup(self._start, self.rule, shortage=self._shortage, interval=NEVER)
-        self.streams: list[Stream] = []
+        self.streams: list[Reader] = []
 
     def _start(self, number: int) -> EngineProcess:
         return EngineProcess(self.config, name=str(number))
@@ -87,8 +69,8 @@ class Fleet:
     async def _shortage(self, number: int) -> str | None:
         return self.shortage
 
-    async def submit(self, n: int, n_tokens: int = 3, priority: int = 0) -> list[Stream]:
-        new = [Stream(self.group, f"r{len(self.streams) + i}", n_tokens, priority) for i in range(n)]
+    async def submit(self, n: int, n_tokens: int = 3, priority: int = 0) -> list[Reader]:
+        new = [Reader(self.group, request(f"r{len(self.streams) + i}", n_tokens, priority)) for i in range(n)]
         self.streams += new
         await settle()
         return new
@@ -167,8 +149,8 @@ async def test_requests_that_have_started_and_those_of_better_rank_stay(fleet: F
     others = await fleet.submit(4)
     await fleet.wait(2.5)
     first, second = FakeWorker.started
-    assert {each.request.prompt for each in first.sequences.values()} == {s.request.id for s in [*begun, *urgent]}
-    assert {each.request.prompt for each in second.sequences.values()} == {s.request.id for s in others}
+    assert {each.request.prompt for each in first.sequences.values()} == {s.asked.id for s in [*begun, *urgent]}
+    assert {each.request.prompt for each in second.sequences.values()} == {s.asked.id for s in others}
 
 
 async def test_the_age_of_a_request_moves_with_it(fleet: Fleet) -> None:
@@ -195,8 +177,8 @@ async def test_workers_drain_when_fewer_are_enough_and_cut_nothing_off(fleet: Fl
     await fleet.finish()
     await fleet.look()
     assert fleet.counts == (1, 0, 0)
-    assert long.text == text_of(long.request.id, 500)
-    assert all(stream.reasons == [FinishReason.LENGTH] for stream in [long, *later])
+    assert long.text == text_of(long.asked.id, 500)
+    assert all(stream.finish_reason is FinishReason.LENGTH for stream in [long, *later])
     assert not any(worker.cut_off for worker in FakeWorker.started)
 
 
@@ -229,7 +211,7 @@ async def test_requests_of_a_killed_draining_worker_continue_in_another_process(
     await asyncio.sleep(0.01)
     await fleet.finish()
     await fleet.look()
-    assert long.text == text_of(long.request.id, 40)
+    assert long.text == text_of(long.asked.id, 40)
     assert (fleet.counts, len(alive())) == ((1, 0, 0), 1)
 
 
@@ -261,7 +243,7 @@ async def test_a_worker_that_cannot_load_leaves_the_others_as_they_are(
     assert (fleet.counts, fleet.group.health().status) == ((1, 0, 0), "ok")
     assert "cannot start worker 1 for waiting requests: out of memory. Next attempt in 30 s" in caplog.text
     await fleet.finish()
-    assert all(stream.reasons == [FinishReason.LENGTH] for stream in fleet.streams)
+    assert all(stream.finish_reason is FinishReason.LENGTH for stream in fleet.streams)
 
 
 async def test_a_request_that_is_cancelled_while_it_moves_ends_once(fleet: Fleet) -> None:
@@ -272,9 +254,9 @@ async def test_a_request_that_is_cancelled_while_it_moves_ends_once(fleet: Fleet
     assert fleet.group._share_waiting_requests() == 4
     await fleet.group.cancel("r7")  # before it is in the other worker
     await settle()
-    assert fleet.streams[7].reasons == [FinishReason.CANCELLED]
+    assert fleet.streams[7].finish_reason is FinishReason.CANCELLED
     await fleet.finish()
-    assert sum(len(stream.reasons) for stream in fleet.streams) == 8
+    assert all(stream.finish_reason for stream in fleet.streams)
 
 
 async def test_a_group_can_be_closed_while_a_drained_worker_ends(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +353,7 @@ async def run_schedule(schedule: list[tuple[str, Any]], monkeypatch: pytest.Monk
     fleet = Fleet(monkeypatch, delay=20.0)
     await fleet.group.loaded()
     await settle()
-    left: list[Stream] = []
+    left: list[Reader] = []
     cancelled: set[str] = set()
     for what, value in schedule:
         if what == "submit":
@@ -387,7 +369,7 @@ async def run_schedule(schedule: list[tuple[str, Any]], monkeypatch: pytest.Monk
             alive()[value].die()
             await asyncio.sleep(0.001)
         elif what == "cancel" and value <= len(fleet.streams):
-            cancelled.add(name := fleet.streams[-value].request.id)
+            cancelled.add(name := fleet.streams[-value].asked.id)
             await fleet.group.cancel(name)
         elif what == "leave" and value <= len(fleet.streams):
             left.append(stream := fleet.streams[-value])
@@ -403,20 +385,19 @@ async def run_schedule(schedule: list[tuple[str, Any]], monkeypatch: pytest.Monk
     assert not fleet.group._without_output
     assert not fleet.group._moving
     for stream in fleet.streams:
-        check_stream(stream, was_cancelled=stream.request.id in cancelled)
+        check_stream(stream, was_cancelled=stream.asked.id in cancelled)
     await fleet.group.close()
     return fleet.group.scaling()
 
 
-def check_stream(stream: Stream, *, was_cancelled: bool) -> None:
-    assert len(stream.reasons) == 1
-    assert stream.events[-1].finish_reason is stream.reasons[0]
-    whole = text_of(stream.request.id, stream.n_tokens)
-    if stream.reasons == [FinishReason.CANCELLED]:
+def check_stream(stream: Reader, *, was_cancelled: bool) -> None:
+    assert stream.events[-1].finish_reason is stream.finish_reason
+    whole = text_of(stream.asked.id, stream.asked.params.max_tokens or 0)
+    if stream.finish_reason is FinishReason.CANCELLED:
         assert was_cancelled
         assert whole.startswith(stream.text)
     else:
-        assert (stream.reasons, stream.text) == ([FinishReason.LENGTH], whole)
+        assert (stream.finish_reason, stream.text) == (FinishReason.LENGTH, whole)
 
 
 def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:

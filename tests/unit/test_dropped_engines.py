@@ -6,7 +6,7 @@ import asyncio
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -249,12 +249,13 @@ async def test_a_local_engine_is_kept_by_what_iterates_it() -> None:
     await asyncio.to_thread(thread._thread.join, 10)
 
 
-def test_a_local_engine_ends_after_its_event_loop() -> None:
-    async def leave_open() -> LocalEngine:
-        engine = local_engine()
-        await engine.loaded()
-        return engine
+async def leave_open() -> LocalEngine:
+    engine = local_engine()
+    await engine.loaded()
+    return engine
 
+
+def test_a_local_engine_ends_after_its_event_loop() -> None:
     engine = asyncio.run(leave_open())
     thread = thread_of(engine)
     with pytest.warns(ResourceWarning, match="unclosed"):
@@ -303,48 +304,12 @@ async def test_dropped_groups_end_their_workers(fake_workers: list[FakeWorker]) 
     assert len(fake_workers) == 4
 
 
-# --- other event loops ----------------------------------------------------------------------------------------------
-
-
-Call = Callable[[Any], Any]
-REQUEST = GenerationRequest(id="a", prompt=[1, 2], params=greedy(3))
-CALLS: dict[str, Call] = {
-    "submit": lambda engine: anext(engine.submit(REQUEST)),
-    "check": lambda engine: engine.check(REQUEST),
-    "tokenize": lambda engine: engine.tokenize("a"),
-    "chat": lambda engine: engine.chat("a"),
-    "update_request": lambda engine: engine.update_request("a", [1]),
-    "slot_action": lambda engine: engine.slot_action("erase", 0),
-    "cancel": lambda engine: engine.cancel("a"),
-    "stats": lambda engine: engine.stats(),
-    "workers": lambda engine: engine.workers(),
-    "live": lambda engine: engine.live(),
-    "loaded": lambda engine: engine.loaded(),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_from_another_event_loop_raises_at_once(name: str) -> None:
-    async def leave_open() -> LocalEngine:
-        engine = local_engine()
-        await engine.loaded()
-        return engine
-
+def test_a_call_after_the_end_of_the_engines_event_loop_raises_at_once() -> None:
     async def call() -> None:
         with pytest.raises(EngineClosed, match="belongs to another event loop, which is closed: create the engine in"):
-            await asyncio.wait_for(CALLS[name](engine), 5)
+            await asyncio.wait_for(engine.stats(), 5)
         await engine.close()
 
     engine = asyncio.run(leave_open())
     asyncio.run(call())
     assert engine.health().status == "closed"
-
-
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "update_request"])
-async def test_so_does_a_call_to_a_worker_while_its_loop_runs(name: str, fake_workers: list[FakeWorker]) -> None:
-    async def call() -> None:
-        with pytest.raises(EngineClosed, match="another event loop, which is still open: await it there, for example"):
-            await asyncio.wait_for(CALLS[name](engine), 5)
-
-    async with EngineProcess(CONFIG) as engine:
-        await asyncio.to_thread(lambda: asyncio.run(call()))

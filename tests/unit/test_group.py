@@ -3,95 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
-from cppbatch import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch import EngineConfig, EngineProcess, GenerationRequest
 from cppbatch.cluster.deployment import Deployment
-from cppbatch.cluster.engines.client import Health
+from cppbatch.cluster.engines.client import EngineClient, Health
 from cppbatch.cluster.engines.group import EngineGroup
-from cppbatch.config import EngineConfig, available_threads
-from cppbatch.engine.request import Prompt
-from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.config import available_threads
+from cppbatch.errors import ConfigError
+from tests.support.fake_workers import FakeWorker, fake_workers
+from tests.support.submitting import run
+
+__all__ = ["fake_workers"]
 
 LONG = "All of them begin with these words, which are worth reading only once. " * 40  # 2,800 letters
 
 
-class Outputs:
-    """One event, when the worker is let go."""
-
-    def __init__(self, request_id: str, go: asyncio.Event) -> None:
-        self._request_id, self._go = request_id, go
-        self.finished = False
-
-    async def get(self) -> GenerationEvent:
-        await self._go.wait()
-        self.finished = True
-        return GenerationEvent(request_id=self._request_id, finish_reason=FinishReason.STOP)
-
-
-class Worker:
-    """Records its requests; each of them runs until it is released."""
-
-    config = EngineConfig(model_path="", n_parallel=16)
-
-    def __init__(self) -> None:
-        self.prompts: list[Prompt] = []
-        self.in_flight = 0
-        self.status: Any = "ok"
-        self.go = asyncio.Event()
-
-    def health(self) -> Health:
-        return Health(status=self.status, progress=0.5, error=None if self.status == "ok" else "trouble")
-
-    @contextlib.contextmanager
-    def open(self, request: GenerationRequest) -> Iterator[Outputs]:
-        self.prompts.append(request.prompt)
-        self.in_flight += 1
-        yield Outputs(request.id, self.go)
-        self.in_flight -= 1
-
-
 class Fleet:
-    """Three such workers in a group."""
+    """Three workers in a group; each request runs until `finish`."""
 
     def __init__(self) -> None:
-        self.workers = [Worker() for _ in range(3)]
-        engines: Any = self.workers
-        self.group = EngineGroup(engines)
-        self._n = 0
+        config = EngineConfig("model.gguf", n_parallel=16)
+        self.engines = [EngineProcess(config, name=str(i)) for i in range(3)]
+        self.group = EngineGroup(self.engines)
+        self._tasks: list[asyncio.Task[Any]] = []
 
-    async def send(self, prompt: str | list[int], **options: Any) -> asyncio.Task[None]:
-        self._n += 1
-        request = GenerationRequest(id=f"r{self._n}", prompt=prompt, **options)
-
-        async def run() -> None:
-            async for _ in self.group.submit(request):
-                pass
-
-        task = asyncio.create_task(run())
+    async def send(self, prompt: str | list[int], to: EngineClient | None = None, **options: Any) -> None:
+        request = GenerationRequest(id=f"r{len(self._tasks)}", prompt=prompt, **options)
+        self._tasks.append(asyncio.create_task(run(to or self.group, request)))
         await asyncio.sleep(0)
-        return task
+
+    def set_status(self, status: Any, *engines: EngineProcess) -> None:
+        for engine in engines:
+            engine._supervisor.health = Health(status=status, progress=0.5, error="trouble")
 
     @property
     def loads(self) -> list[int]:
-        return [worker.in_flight for worker in self.workers]
+        return [engine.in_flight for engine in self.engines]
 
     async def finish(self) -> None:
-        for worker in self.workers:
-            worker.go.set()
-        await asyncio.sleep(0.01)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
         assert self.loads == [0, 0, 0]
-        for worker in self.workers:
-            worker.go.clear()
 
 
 @pytest.fixture
-async def fleet() -> Fleet:
-    return Fleet()
+async def fleet(fake_workers: list[FakeWorker]) -> AsyncIterator[Fleet]:
+    fleet = Fleet()
+    async with fleet.group:
+        yield fleet
 
 
 async def test_each_request_goes_where_the_fewest_are(fleet: Fleet) -> None:
@@ -125,14 +89,16 @@ async def test_a_short_prefix_decides_between_equals(fleet: Fleet) -> None:
     assert fleet.loads == [0, 1, 0]
 
 
-async def test_requests_that_must_not_share_a_prefix_are_not_routed_by_it(fleet: Fleet) -> None:
+async def test_requests_that_must_not_share_a_prefix_are_not_routed_by_it(
+    fleet: Fleet, fake_workers: list[FakeWorker]
+) -> None:
     await fleet.send("busy 0")
     await fleet.send(LONG, cache_salt="a")
     await fleet.finish()
     await fleet.send(LONG, cache_salt="b")
     await fleet.finish()
     await fleet.send(LONG, cache_prompt=False)
-    assert [len(worker.prompts) for worker in fleet.workers] == [3, 1, 0]
+    assert [len(worker.n_tokens) for worker in fake_workers] == [3, 1, 0]
 
 
 async def test_token_ids_have_prefixes_as_well(fleet: Fleet) -> None:
@@ -144,30 +110,38 @@ async def test_token_ids_have_prefixes_as_well(fleet: Fleet) -> None:
 
 async def test_a_worker_that_failed_gets_nothing(fleet: Fleet) -> None:
     await fleet.send(LONG)
-    fleet.workers[0].status = "failed"
+    fleet.set_status("failed", fleet.engines[0])
     for i in range(6):
         await fleet.send(LONG + str(i))
-    assert len(fleet.workers[0].prompts) == 1
+    assert fleet.loads[0] == 1
     assert fleet.group.health() == Health(status="restarting", progress=0.5, error="trouble")
 
 
 async def test_health_is_that_of_the_slowest_to_load_and_of_the_best_afterwards(fleet: Fleet) -> None:
     assert fleet.group.health().status == "ok"
-    fleet.workers[1].status = "loading"
+    fleet.set_status("loading", fleet.engines[1])
     assert fleet.group.health().status == "loading"
-    for worker in fleet.workers:
-        worker.status = "failed"
+    fleet.set_status("failed", *fleet.engines)
     assert fleet.group.health() == Health(status="failed", progress=0.5, error="trouble")
 
 
-async def test_an_id_is_used_by_one_request_at_a_time(fleet: Fleet) -> None:
-    request = GenerationRequest(id="same", prompt="x")
-    running = asyncio.ensure_future(anext(fleet.group.submit(request)))
-    await asyncio.sleep(0)
-    with pytest.raises(InvalidRequest, match=r"id: 'same' is already"):
-        await anext(fleet.group.submit(request))
-    fleet.workers[0].go.set()
-    await running
+async def test_a_sleeping_worker_is_woken_only_when_the_others_are_full(fleet: Fleet) -> None:
+    first, second, third = fleet.engines
+    chosen: Callable[[], Any] = fleet.group._least_loaded
+    fleet.set_status("sleeping", second, third)
+    assert fleet.group.health().status == "ok"
+    for _ in range(15):
+        await fleet.send("a", to=first)
+    assert chosen() is first
+    for _ in range(2):
+        await fleet.send("a", to=first)
+    assert chosen() is second
+    await fleet.send("a", to=second)  # it is being loaded
+    assert chosen() is second
+    fleet.set_status("sleeping", first)
+    assert fleet.group.health().status == "sleeping"
+    fleet.set_status("restarting", first)
+    assert fleet.group.health().status == "restarting"
 
 
 CONFIG = EngineConfig(model_path="m.gguf")
@@ -194,21 +168,3 @@ def test_a_single_worker_gets_the_configuration_unchanged() -> None:
 def test_invalid_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--"):
         Deployment(**settings)
-
-
-async def test_a_sleeping_worker_is_woken_only_when_the_others_are_full() -> None:
-    fleet = Fleet()
-    chosen: Callable[[], Any] = fleet.group._least_loaded
-    for worker in fleet.workers[1:]:
-        worker.status = "sleeping"
-    assert fleet.group.health().status == "ok"
-    fleet.workers[0].in_flight = 15
-    assert chosen() is fleet.workers[0]
-    fleet.workers[0].in_flight = 17
-    assert chosen() is fleet.workers[1]
-    fleet.workers[1].in_flight = 1  # it is being loaded
-    assert chosen() is fleet.workers[1]
-    fleet.workers[0].status = "sleeping"
-    assert fleet.group.health().status == "sleeping"
-    fleet.workers[0].status = "restarting"
-    assert fleet.group.health().status == "restarting"

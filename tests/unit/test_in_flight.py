@@ -11,9 +11,9 @@ from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests
 
 
 @pytest.fixture
-async def in_flight() -> InFlightRequests:
+async def in_flight() -> InFlightRequests[InFlightRequest]:
     """Five requests, all sent."""
-    in_flight = InFlightRequests()
+    in_flight = InFlightRequests(InFlightRequest)
     for i in range(5):
         in_flight.add(GenerationRequest(id=f"r{i}", prompt="x"))
     assert numbers(in_flight.take_sendable()) == [0, 1, 2, 3, 4]
@@ -24,7 +24,7 @@ def numbers(requests: list[InFlightRequest]) -> list[int]:
     return [int(request.id) for request in requests]
 
 
-async def test_a_request_is_sent_once(in_flight: InFlightRequests) -> None:
+async def test_a_request_is_sent_once(in_flight: InFlightRequests[InFlightRequest]) -> None:
     assert in_flight.take_sendable() == []
     added = in_flight.add(GenerationRequest(id="r5", prompt="x"))
     assert not in_flight.is_sent(added)
@@ -32,13 +32,13 @@ async def test_a_request_is_sent_once(in_flight: InFlightRequests) -> None:
     assert in_flight.is_sent(added)
 
 
-async def test_after_one_crash_all_requests_are_resent_together(in_flight: InFlightRequests) -> None:
+async def test_after_one_crash_all_requests_are_resent_together(in_flight: InFlightRequests[InFlightRequest]) -> None:
     assert in_flight.worker_died({0, 1, 2}) == []
     assert numbers(in_flight.take_sendable()) == [0, 1, 2, 3, 4]
 
 
 async def test_after_two_crashes_in_a_row_each_suspect_runs_alone_until_its_next_token(
-    in_flight: InFlightRequests,
+    in_flight: InFlightRequests[InFlightRequest],
 ) -> None:
     for _ in range(2):
         in_flight.worker_died({1, 2})
@@ -54,7 +54,9 @@ async def test_after_two_crashes_in_a_row_each_suspect_runs_alone_until_its_next
     assert numbers(in_flight.take_sendable()) == [0, 3, 4, 5]
 
 
-async def test_events_for_the_old_id_of_a_requeued_request_have_no_reader(in_flight: InFlightRequests) -> None:
+async def test_events_for_the_old_id_of_a_requeued_request_have_no_reader(
+    in_flight: InFlightRequests[InFlightRequest],
+) -> None:
     request = in_flight.get("1")
     assert request
     in_flight.requeue(request)
@@ -64,7 +66,7 @@ async def test_events_for_the_old_id_of_a_requeued_request_have_no_reader(in_fli
     assert len(in_flight) == 5
 
 
-async def test_after_a_suspect_ends_the_next_one_runs(in_flight: InFlightRequests) -> None:
+async def test_after_a_suspect_ends_the_next_one_runs(in_flight: InFlightRequests[InFlightRequest]) -> None:
     for _ in range(2):
         in_flight.worker_died({1, 2})
     (first,) = in_flight.take_sendable()
@@ -72,7 +74,7 @@ async def test_after_a_suspect_ends_the_next_one_runs(in_flight: InFlightRequest
     assert numbers(in_flight.take_sendable()) == [2]
 
 
-async def test_a_third_crash_convicts_the_suspect_that_ran_alone(in_flight: InFlightRequests) -> None:
+async def test_a_third_crash_convicts_the_suspect_that_ran_alone(in_flight: InFlightRequests[InFlightRequest]) -> None:
     for _ in range(2):
         assert in_flight.worker_died({1, 2}) == []
     assert numbers(in_flight.take_sendable()) == [1]
@@ -81,7 +83,7 @@ async def test_a_third_crash_convicts_the_suspect_that_ran_alone(in_flight: InFl
     assert sorted(int(request.id) for request in in_flight) == [0, 2, 3, 4]
 
 
-async def test_a_token_between_two_crashes_resets_the_count(in_flight: InFlightRequests) -> None:
+async def test_a_token_between_two_crashes_resets_the_count(in_flight: InFlightRequests[InFlightRequest]) -> None:
     for _ in range(10):
         assert in_flight.worker_died({0, 1}) == []
         for request in in_flight.take_sendable():
@@ -92,7 +94,7 @@ async def test_a_token_between_two_crashes_resets_the_count(in_flight: InFlightR
 async def test_exactly_the_requests_that_crash_workers_fail(seed: int) -> None:
     """A simulated worker that runs up to four requests at once and dies of the poison requests, early or late."""
     chance = random.Random(seed)
-    in_flight = InFlightRequests()
+    in_flight = InFlightRequests(InFlightRequest)
     requests = [in_flight.add(GenerationRequest(id=str(i), prompt="x")) for i in range(chance.randint(1, 12))]
     n_tokens = dict.fromkeys(requests, 0)
     deadly_at = {request: chance.randint(0, 3) for request in requests if chance.random() < 0.3}
@@ -122,7 +124,7 @@ async def test_exactly_the_requests_that_crash_workers_fail(seed: int) -> None:
 
 
 def test_a_request_is_untouched_until_its_first_event_or_a_crash() -> None:
-    requests = InFlightRequests()
+    requests = InFlightRequests(InFlightRequest)
     fresh, reported, crashed = (requests.add(GenerationRequest(id=name, prompt=name)) for name in "abc")
     requests.take_sendable()
     reported.put(GenerationEvent(request_id="b", text="x", tokens=[1]))

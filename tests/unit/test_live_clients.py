@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,29 +11,19 @@ from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingPar
 from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.client import EngineClient, WorkerLive
 from cppbatch.cluster.engines.group import EngineGroup
+from tests.support import submitting
 from tests.support.fake_replicas import FakeReplicas, settle
 from tests.support.fake_workers import FakeWorker, fake_workers
+from tests.support.listening import until
 
 __all__ = ["fake_workers"]
 
 CONFIG = EngineConfig("model.gguf", n_parallel=8)
 
 
-async def soon(condition: Callable[[], object]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
-
-
-def run(engine: EngineClient, name: str, n_tokens: int = 4) -> asyncio.Task[None]:
-    async def read() -> None:
-        request = GenerationRequest(id=name, prompt=name, params=SamplingParams(max_tokens=n_tokens))
-        async for _ in engine.submit(request):
-            pass
-
-    return asyncio.create_task(read())
+def run(engine: EngineClient, name: str, n_tokens: int = 4) -> asyncio.Task[Any]:
+    request = GenerationRequest(id=name, prompt=name, params=SamplingParams(max_tokens=n_tokens))
+    return asyncio.create_task(submitting.run(engine, request))
 
 
 async def one(engine: EngineClient) -> WorkerLive:
@@ -45,7 +35,7 @@ async def test_a_busy_worker_shows_its_rows_and_an_idle_one_is_not_queried(fake_
     async with EngineProcess(CONFIG) as engine:
         (process,) = fake_workers
         running = [run(engine, "a"), run(engine, "b")]
-        await soon(lambda: len(process.sequences) == 2)
+        await until(lambda: len(process.sequences) == 2)
         live = await one(engine)
         assert live.engine is not None
         assert (len(live.engine.rows), live.in_flight, live.health.status) == (2, 2, "ok")
@@ -67,10 +57,10 @@ async def test_a_worker_that_dies_shows_its_restart_and_no_rows_of_before(
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.2)
     async with EngineProcess(CONFIG) as engine:
         running = run(engine, "a")
-        await soon(lambda: fake_workers[0].sequences)
+        await until(lambda: fake_workers[0].sequences)
         assert (await one(engine)).engine is not None
         fake_workers[0].die()
-        await soon(lambda: engine.health().status == "restarting")
+        await until(lambda: engine.health().status == "restarting")
         live = await one(engine)
         assert (live.engine, live.age, live.pid, live.health.status, live.in_flight) == (
             None,
@@ -80,7 +70,7 @@ async def test_a_worker_that_dies_shows_its_restart_and_no_rows_of_before(
             1,
         )
         assert live.restarts == 1
-        await soon(lambda: engine.health().status == "ok" and fake_workers[-1].sequences)
+        await until(lambda: engine.health().status == "ok" and fake_workers[-1].sequences)
         live = await one(engine)
         assert live.engine is not None
         assert len(live.engine.rows) == 1
@@ -92,10 +82,10 @@ async def test_a_live_query_ends_with_its_worker(fake_workers: list[FakeWorker])
         fake_workers[0].answers_live = False
         running = run(engine, "a")
         asking = asyncio.create_task(engine.live())
-        await soon(lambda: fake_workers[0].n_live)
+        await until(lambda: fake_workers[0].n_live)
         fake_workers[0].die()
         await asking
-        await soon(lambda: engine.health().status == "ok" and len(fake_workers) == 2)
+        await until(lambda: engine.health().status == "ok" and len(fake_workers) == 2)
         assert (await one(engine)).engine is not None
         assert fake_workers[1].n_live == 1
         running.cancel()
@@ -103,11 +93,8 @@ async def test_a_live_query_ends_with_its_worker(fake_workers: list[FakeWorker])
 
 async def test_a_worker_that_sleeps_is_neither_woken_nor_kept_awake(fake_workers: list[FakeWorker]) -> None:
     async with EngineProcess(CONFIG, sleep_idle_seconds=0.2) as engine:
-        for _ in range(100):
-            live = await one(engine)
-            if live.health.status == "sleeping":
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: engine.health().status == "sleeping")
+        live = await one(engine)
         assert (live.health.status, live.engine, live.age) == ("sleeping", None, None)
         for _ in range(20):
             await one(engine)
@@ -134,7 +121,7 @@ async def test_each_replica_that_answers_is_shown_and_an_idle_cluster_is_polled_
             await engine.live()
         assert [replica.engine.n_live for replica in cluster.replicas] == [1, 1]
         running = run(engine, "a", 1000)
-        await soon(lambda: any(replica.engine.running for replica in cluster.replicas))
+        await until(lambda: any(replica.engine.running for replica in cluster.replicas))
         for _ in range(3):
             live = await engine.live()
         assert sum(worker.in_flight for worker in live) == 1

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cppbatch.cluster.engines.client import Health, WorkerLive
-from cppbatch.cluster.engines.in_flight import LatestLive
+from cppbatch.cluster.engines.in_flight import LatestState
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.server.api.live_feed import LiveFeed
 from cppbatch.server.observe.live import LiveIntervals, LiveTimes
@@ -155,7 +155,7 @@ def engine_after(n_steps: int) -> LiveEngine:
 
 
 async def test_a_busy_worker_is_queried_each_time_and_an_idle_one_once() -> None:
-    latest, asked = LatestLive(), []
+    latest, asked = LatestState[LiveEngine](), list[int]()
 
     def ask() -> None:
         asked.append(1)
@@ -175,7 +175,7 @@ async def test_a_busy_worker_is_queried_each_time_and_an_idle_one_once() -> None
 
 
 async def test_a_worker_in_a_long_step_is_queried_once_and_shows_its_earlier_state() -> None:
-    latest, asked = LatestLive(), []
+    latest, asked = LatestState[LiveEngine](), list[int]()
     assert await latest.get(lambda: asked.append(1), 0.0) == (None, None)
     latest.received(engine_after(1))
     asked.clear()

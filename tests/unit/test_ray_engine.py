@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
+from cppbatch import FinishReason, GenerationRequest, SamplingParams
+from cppbatch.errors import EngineClosed, QueueFull
 from cppbatch.ray.engine import RayEngine
 from cppbatch.ray.replica.set import ReplicaSetStatus
+from tests.support import submitting
 from tests.support.fake_replicas import FakeReplicas, settle, text_of
 
 
@@ -28,28 +29,7 @@ def request(name: str, n: int = 10, prompt: str | None = None) -> GenerationRequ
     return GenerationRequest(id=name, prompt=prompt or name, params=SamplingParams(max_tokens=n))
 
 
-class Reader:
-    """Reads the events of a request as they come."""
-
-    def __init__(self, engine: RayEngine, asked: GenerationRequest) -> None:
-        self.asked = asked
-        self.events: list[GenerationEvent] = []
-        self.task = asyncio.ensure_future(self._read(engine))
-
-    async def _read(self, engine: RayEngine) -> None:
-        async for event in engine.submit(self.asked):
-            self.events.append(event)
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        reasons = [event.finish_reason for event in self.events if event.finish_reason]
-        assert len(reasons) <= 1, "exactly one last event"
-        return reasons[0] if reasons else None
-
+class Reader(submitting.Reader):
     def assert_complete(self) -> None:
         assert self.task.done()
         self.task.result()
@@ -141,20 +121,6 @@ async def test_the_requests_of_a_killed_replica_continue_elsewhere(unread: bool)
         cluster.replicas[0].kill(unread=unread)
         await settle()
         await cluster.step(40)
-        for reader in readers:
-            reader.assert_complete()
-
-
-async def test_a_request_waits_until_a_replica_is_available() -> None:
-    cluster = FakeReplicas(1)
-    async with opened(cluster) as engine:
-        readers = await start(engine, 3)
-        await cluster.step(4)
-        cluster.replicas[0].kill()
-        await settle()
-        cluster.add()
-        await settle()
-        await cluster.step(12)
         for reader in readers:
             reader.assert_complete()
 
@@ -288,19 +254,6 @@ async def test_a_cancel_that_does_not_reach_a_draining_replica_closes_its_stream
             reader.assert_complete()
 
 
-async def test_a_cancelled_request_gets_a_last_event() -> None:
-    cluster = FakeReplicas(1)
-    async with opened(cluster) as engine:
-        reader = Reader(engine, request("a"))
-        await settle()
-        await cluster.step(3)
-        await engine.cancel("a")
-        await engine.cancel("unknown")
-        await settle()
-        assert reader.finish_reason is FinishReason.CANCELLED
-        assert reader.text == "a0 a1 a2 "
-
-
 async def test_a_request_that_no_replica_runs_yet_is_cancelled_here_and_when_one_opens_its_stream() -> None:
     cluster = FakeReplicas(1)
     async with opened(cluster) as engine:
@@ -330,14 +283,6 @@ async def test_a_cancelled_request_does_not_outlive_its_replica() -> None:
         assert not cluster.replicas[1].engine.running
 
 
-async def test_an_id_is_in_use_until_its_iterator_ends() -> None:
-    async with opened(FakeReplicas(1)) as engine:
-        Reader(engine, request("a"))
-        await settle()
-        with pytest.raises(InvalidRequest, match="'a' is already the id of a running request"):
-            await anext(engine.submit(request("a")))
-
-
 async def test_more_requests_than_all_replicas_run_wait_up_to_max_queue() -> None:
     cluster = FakeReplicas(2)
     async with opened(cluster, n_parallel=3, max_queue=4) as engine:
@@ -350,43 +295,6 @@ async def test_more_requests_than_all_replicas_run_wait_up_to_max_queue() -> Non
         await settle()
         await cluster.step(20)
         late.assert_complete()
-
-
-async def test_a_refusal_of_a_replica_is_an_invalid_request() -> None:
-    async with opened(FakeReplicas(1)) as engine:
-        with pytest.raises(InvalidRequest, match="prompt: is invalid") as refused:
-            await anext(engine.submit(request("a", prompt="invalid")))
-        assert refused.value.field == "prompt"
-        with pytest.raises(InvalidRequest, match="prompt: is invalid"):
-            await engine.check(request("a", prompt="invalid"))
-        await engine.check(request("a"))
-        assert [token.id for token in await engine.tokenize("aba")] == [97, 98, 97]
-
-
-async def test_a_function_cannot_go_to_another_process() -> None:
-    async with opened(FakeReplicas(1)) as engine:
-        params = SamplingParams(logits_processor=lambda *_: None)
-        asked = GenerationRequest(id="a", prompt="a", params=params)
-        with pytest.raises(InvalidRequest, match="use LocalEngine"):
-            await anext(engine.submit(asked))
-        with pytest.raises(InvalidRequest, match="use LocalEngine"):
-            await engine.check(asked)
-
-
-async def test_a_slow_reader_gets_merged_events() -> None:
-    cluster = FakeReplicas(1)
-    async with opened(cluster) as engine:
-        events = engine.submit(request("a"))
-        first = asyncio.ensure_future(anext(events))
-        await settle()
-        await cluster.step()
-        assert (await first).text == "a0 "
-        await cluster.step(9)
-        rest = await anext(events)
-        assert rest.tokens == list(range(1, 10))
-        assert rest.finish_reason is FinishReason.LENGTH
-        assert rest.request_id == "a"
-        await events.aclose()
 
 
 async def test_a_replica_ends_the_requests_of_a_front_that_does_not_answer() -> None:
@@ -451,16 +359,6 @@ async def test_a_cluster_that_does_not_answer_is_the_reason_that_health_gives() 
         assert engine.health().error == "the Ray cluster does not respond (ConnectionError: no route to host)"
         cluster.status_error = None
         await _until(lambda: engine.health().status == "ok")
-
-
-async def test_loading_fails_with_the_error_of_the_replica() -> None:
-    cluster = FakeReplicas(0)
-    cluster.state = ReplicaSetStatus(status="failed", message="no such file: x.gguf", error_kind="ModelError")
-    engine = cluster.engine()
-    with pytest.raises(ModelError, match=r"no such file: x\.gguf"):
-        await engine.loaded()
-    assert engine.health().status == "failed"
-    await engine.close()
 
 
 async def test_requests_end_when_the_deployment_has_failed() -> None:

@@ -20,20 +20,21 @@ from cppbatch.cli.main import main
 from cppbatch.cluster import rpc_server_process
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import rpc_watch, supervisor
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.engines.rpc_watch import RpcWatch, RpcWorkerLost
-from cppbatch.cluster.engines.supervisor import Supervisor
-from cppbatch.cluster.link import Loaded
 from cppbatch.cluster.rpc_server_process import RestartPauses, RpcServerSetup, free_port
+from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.speculation.runtimes import draft_config
 from cppbatch.errors import ConfigError, RpcUnreachable
 from cppbatch.rpc_endpoint import PROTOCOL, Endpoint, check_worker, parse_endpoint, wait_for_workers
 from cppbatch.sizing.profile import conditions
-from tests.support.fakes import fake_engine
+from tests.support.fake_workers import FakeWorker, fake_workers
 from tests.support.listening import until
 from tests.support.virtual_time import Clock
-from tests.unit.test_sleep import Listener, Worker
+
+__all__ = ["fake_workers"]
 
 A, B = "192.168.1.5:50052", "gpu-box:50053"
 
@@ -338,9 +339,16 @@ async def test_without_workers_nothing_is_lost() -> None:
     await watch.close()
 
 
-async def test_a_lost_worker_is_waited_for_and_no_request_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    Worker.started = []
-    Worker.loaded = Loaded(fake_engine().info, fake_engine().stats())
+def blamed_in(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """The requests that the supervisor blames for each death."""
+    blamed: list[set[int]] = []
+    monkeypatch.setattr(engine, "on_worker_died", lambda active, give_up: blamed.append(active))
+    return blamed
+
+
+async def test_a_lost_worker_is_waited_for_and_no_request_is_to_blame(
+    fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost: list[asyncio.Event] = []
 
     async def until_lost(endpoint: Endpoint) -> str:
@@ -356,52 +364,35 @@ async def test_a_lost_worker_is_waited_for_and_no_request_is_to_blame(monkeypatc
 
     monkeypatch.setattr(rpc_watch, "_until_lost", until_lost)
     monkeypatch.setattr(supervisor, "check_worker", check)
-    monkeypatch.setattr(supervisor, "WorkerHandle", Worker)
     monkeypatch.setattr(supervisor, "_RPC_PAUSE_S", 0.01)
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(Worker, "active", {1, 2}, raising=False)
-    listener = Listener()
-    blamed: list[set[int]] = []
-    monkeypatch.setattr(listener, "on_worker_died", lambda active, give_up: blamed.append(active))
-    listener.requests.add(GenerationRequest(id="a", prompt="a"))
-    runs = Supervisor(EngineConfig("m.gguf", rpc=(A,)), listener, step_timeout=60)
-    task = asyncio.ensure_future(runs.run())
-    try:
-        await until(lambda: listener.n_ready == 1 and lost)
-        lost[0].set()
-        await until(lambda: runs.health.error == f"no RPC worker answers at {A}")
-        assert str(runs.health.status) == "restarting"
-        assert blamed == [set()]
-        assert len(Worker.started) == 1  # no process is started while the RPC worker is away
-        is_there.set()
-        await until(lambda: listener.n_ready == 2)
-        assert runs.health.status == "ok"
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    monkeypatch.setattr(FakeWorker, "active", {1, 2}, raising=False)
+    async with EngineProcess(EngineConfig("m.gguf", rpc=(A,))) as engine:
+        blamed = blamed_in(engine, monkeypatch)
+        with engine.open(GenerationRequest(id="a", prompt="a")):
+            await until(lambda: lost)
+            lost[0].set()
+            await until(lambda: engine.health().error == f"no RPC worker answers at {A}")
+            assert engine.health().status == "restarting"
+            assert blamed == [set()]
+            assert len(fake_workers) == 1  # no process is started while the RPC worker is away
+            is_there.set()
+            await until(lambda: engine.health().status == "ok")
+            assert len(fake_workers) == 2
 
 
-async def test_an_abort_that_a_lost_worker_causes_blames_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    Worker.started = []
-    Worker.loaded = Loaded(fake_engine().info, fake_engine().stats())
-    monkeypatch.setattr(supervisor, "WorkerHandle", Worker)
+async def test_an_abort_that_a_lost_worker_causes_blames_no_request(
+    fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "check_worker", lambda endpoint: None)
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(rpc_watch, "_until_lost", _lost_soon)
-    monkeypatch.setattr(Worker, "active", {1}, raising=False)
-    listener = Listener()
-    blamed: list[set[int]] = []
-    monkeypatch.setattr(listener, "on_worker_died", lambda active, give_up: blamed.append(active))
-    runs = Supervisor(EngineConfig("m.gguf", rpc=(A,)), listener, step_timeout=60)
-    task = asyncio.ensure_future(runs.run())
-    try:
-        await until(lambda: listener.n_ready)
-        Worker.started[0].die.set()
+    monkeypatch.setattr(FakeWorker, "active", {1}, raising=False)
+    async with EngineProcess(EngineConfig("m.gguf", rpc=(A,))) as engine:
+        blamed = blamed_in(engine, monkeypatch)
+        fake_workers[0].die(WorkerDied("killed", {1}))
         await until(lambda: blamed)
         assert blamed == [set()]
-        assert f"{A} is gone" in str(runs.health.error)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        assert f"{A} is gone" in str(engine.health().error)
 
 
 async def _lost_soon(endpoint: Endpoint) -> str:

@@ -3,187 +3,103 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import supervisor
-from cppbatch.cluster.engines.in_flight import InFlightRequests
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.cluster.engines.supervisor import Supervisor
-from cppbatch.cluster.link import FromWorker, Loaded
-from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
+from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import ConfigError
-from tests.support.fakes import fake_engine
+from tests.support.fake_workers import FakeWorker, fake_workers
+from tests.support.listening import until
+
+__all__ = ["fake_workers"]
 
 IDLE_SECONDS = 0.05
-SOON = 5.0
-
-
-class Worker:
-    """Is loaded at once, says nothing more, and lives until it is ended or `die` is set."""
-
-    started: list[Worker]
-    loaded: Loaded
-
-    def __init__(self) -> None:
-        self.die = asyncio.Event()
-        self.stopped = self.ended = False
-        self._n_received = 0
-
-    @classmethod
-    async def start(cls, config: EngineConfig, runtime: str | None) -> Worker:
-        cls.started.append(cls())
-        return cls.started[-1]
-
-    async def receive(self) -> FromWorker:
-        self._n_received += 1
-        if self._n_received > 1:
-            await asyncio.Event().wait()
-        return self.loaded
-
-    async def while_alive(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
-        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.die.wait())
-        await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
-        for task in (working, dying):
-            task.cancel()
-        if dying.done() and not dying.cancelled():
-            raise WorkerDied("killed", set())
-        return working.result()
-
-    async def stop(self) -> bool:
-        self.stopped = True
-        return True
-
-    async def end(self) -> None:
-        self.ended = True
-
-
-class Listener:
-    """Has requests; records the supervisor's calls."""
-
-    def __init__(self) -> None:
-        self.requests = InFlightRequests()
-        self.n_ready = self.n_died = 0
-        self.at_sleep: asyncio.Event | None = None  # `before_sleep` waits for it
-
-    @property
-    def idle_seconds(self) -> float:
-        return self.requests.idle_seconds
-
-    async def before_sleep(self) -> None:
-        if self.at_sleep:
-            await self.at_sleep.wait()
-
-    def on_worker_ready(self, stats: object) -> None:
-        self.n_ready += 1
-
-    def on_worker_message(self, message: FromWorker) -> None:
-        raise AssertionError(message)
-
-    def on_worker_died(self, active: set[int], give_up: str | None) -> None:
-        self.n_died += 1
-
-
-class Run:
-    """A supervisor that runs, its listener, and the workers that it started."""
-
-    def __init__(self, sleep_idle_seconds: float = IDLE_SECONDS) -> None:
-        self.listener = Listener()
-        config = EngineConfig(model_path="")
-        self.supervisor = Supervisor(config, self.listener, step_timeout=9, sleep_idle_seconds=sleep_idle_seconds)
-        self.task = asyncio.ensure_future(self.supervisor.run())
-
-    @property
-    def status(self) -> str:
-        return self.supervisor.health.status
-
-    def add_request(self) -> Any:
-        request = self.listener.requests.add(GenerationRequest(id="a", prompt="a"))
-        self.supervisor.wake()
-        return request
-
-
-@pytest.fixture(autouse=True)
-def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
-    with fake_engine() as engine:
-        Worker.loaded = Loaded(engine.info, engine.stats())
-    Worker.started = []
-    monkeypatch.setattr(supervisor, "WorkerHandle", Worker)
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
-    return Worker.started
+REQUEST = GenerationRequest(id="a", prompt="a", params=SamplingParams(max_tokens=1))
 
 
 @pytest.fixture
-async def run() -> AsyncIterator[Run]:
-    its = Run()
-    yield its
-    its.task.cancel()
+async def engine(fake_workers: list[FakeWorker]) -> AsyncIterator[EngineProcess]:
+    async with EngineProcess(EngineConfig("model.gguf"), sleep_idle_seconds=IDLE_SECONDS) as engine:
+        yield engine
 
 
-async def until(condition: Any) -> None:
-    for _ in range(int(SOON / 0.001)):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("the condition did not become true")
+def status(engine: EngineProcess) -> str:
+    return engine.health().status
 
 
-async def test_an_idle_worker_ends_and_the_next_request_starts_another(run: Run, workers: list[Worker]) -> None:
-    await until(lambda: run.status == "sleeping" and workers[0].ended)
-    assert workers[0].stopped, "its engine had time to write what it keeps"
+async def is_asleep(engine: EngineProcess) -> None:
+    await until(lambda: status(engine) == "sleeping" and FakeWorker.started[-1].ended, 5)
+
+
+async def is_awake(engine: EngineProcess) -> None:
+    await until(lambda: status(engine) == "ok", 5)
+
+
+async def test_an_idle_worker_ends_and_the_next_request_starts_another(
+    engine: EngineProcess, fake_workers: list[FakeWorker]
+) -> None:
+    await is_asleep(engine)
+    assert fake_workers[0].stopped, "its engine had time to write what it keeps"
     await asyncio.sleep(2 * IDLE_SECONDS)
-    assert len(workers) == 1, "nothing wakes it without a request"
-    assert run.supervisor.worker is None
-    run.add_request()
-    await until(lambda: run.status == "ok")
-    assert (len(workers), run.listener.n_ready) == (2, 2)
-    assert (run.supervisor.restarts, run.listener.n_died) == (0, 0), "it was no crash"
+    assert len(fake_workers) == 1, "nothing wakes it without a request"
+    assert engine._supervisor.worker is None
+    with engine.open(REQUEST):
+        await is_awake(engine)
+    assert len(fake_workers) == 2
+    assert not fake_workers[0].died
+    assert engine._supervisor.restarts == 0, "it was no crash"
 
 
-async def test_a_worker_with_a_request_stays_and_is_idle_from_its_end_on(run: Run, workers: list[Worker]) -> None:
-    request = run.add_request()
-    await asyncio.sleep(4 * IDLE_SECONDS)
-    assert run.status == "ok"
-    ended = asyncio.get_running_loop().time()
-    run.listener.requests.remove(request)
-    await until(lambda: run.status == "sleeping")
+async def test_a_worker_with_a_request_stays_and_is_idle_from_its_end_on(engine: EngineProcess) -> None:
+    with engine.open(REQUEST):
+        await asyncio.sleep(4 * IDLE_SECONDS)
+        assert status(engine) == "ok"
+        ended = asyncio.get_running_loop().time()
+    await is_asleep(engine)
     assert asyncio.get_running_loop().time() - ended >= IDLE_SECONDS * 0.99
 
 
-async def test_a_request_while_it_falls_asleep_keeps_the_worker(run: Run, workers: list[Worker]) -> None:
-    run.listener.at_sleep = asyncio.Event()
+async def test_a_request_while_it_falls_asleep_keeps_the_worker(
+    engine: EngineProcess, fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_sleep = asyncio.Event()
+    monkeypatch.setattr(engine, "before_sleep", at_sleep.wait)
     await asyncio.sleep(3 * IDLE_SECONDS)
-    run.add_request()
-    run.listener.at_sleep.set()
-    await asyncio.sleep(2 * IDLE_SECONDS)
-    assert (run.status, len(workers)) == ("ok", 1)
-    assert run.supervisor.worker is not None
+    with engine.open(REQUEST):
+        at_sleep.set()
+        await asyncio.sleep(2 * IDLE_SECONDS)
+        assert (status(engine), len(fake_workers)) == ("ok", 1)
+        assert engine._supervisor.worker is not None
 
 
-async def test_a_request_of_the_same_moment_as_the_sleep_wakes_it(run: Run, workers: list[Worker]) -> None:
-    await until(lambda: run.status == "sleeping")
-    run.add_request()  # the worker may not have ended yet
-    await until(lambda: run.status == "ok")
-    assert len(workers) == 2
+async def test_a_request_of_the_same_moment_as_the_sleep_wakes_it(
+    engine: EngineProcess, fake_workers: list[FakeWorker]
+) -> None:
+    await until(lambda: status(engine) == "sleeping", 5)
+    with engine.open(REQUEST):  # the worker may not have ended yet
+        await is_awake(engine)
+    assert len(fake_workers) == 2
 
 
-async def test_a_worker_that_dies_idle_is_replaced_and_the_next_one_sleeps(run: Run, workers: list[Worker]) -> None:
-    await until(lambda: run.status == "ok")
-    workers[0].die.set()
-    await until(lambda: run.status == "sleeping" and len(workers) == 2)
-    assert (run.supervisor.restarts, run.listener.n_died) == (1, 1)
+async def test_a_worker_that_dies_idle_is_replaced_and_the_next_one_sleeps(
+    engine: EngineProcess, fake_workers: list[FakeWorker]
+) -> None:
+    fake_workers[0].die()
+    await until(lambda: status(engine) == "sleeping" and len(fake_workers) == 2, 5)
+    assert engine._supervisor.restarts == 1
 
 
-async def test_without_the_setting_no_worker_sleeps(workers: list[Worker]) -> None:
-    run = Run(-1)
-    await asyncio.sleep(4 * IDLE_SECONDS)
-    assert run.status == "ok"
-    run.task.cancel()
+async def test_without_the_setting_no_worker_sleeps(fake_workers: list[FakeWorker]) -> None:
+    async with EngineProcess(EngineConfig("model.gguf")) as engine:
+        await asyncio.sleep(4 * IDLE_SECONDS)
+        assert status(engine) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -194,45 +110,35 @@ def test_an_invalid_time_is_refused(wrong: dict[str, Any]) -> None:
         Deployment(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("sleep_idle_seconds", 0),
-        ("sleep_idle_seconds", float("nan")),
-        ("step_timeout", 0),
-        ("step_timeout", float("nan")),
-    ],
-)
-async def test_an_engine_process_refuses_the_same_times(workers: list[Worker], name: str, wrong: float) -> None:
+@pytest.mark.parametrize("name", ["sleep_idle_seconds", "step_timeout"])
+@pytest.mark.parametrize("wrong", [0, float("nan")])
+async def test_an_engine_process_refuses_the_same_times(
+    fake_workers: list[FakeWorker], name: str, wrong: float
+) -> None:
     times: dict[str, Any] = {name: wrong}
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} is"):
         Deployment(**times)
     with pytest.raises(ConfigError, match=f"^{name} is"):
         EngineProcess("tiny.gguf", **times)
-    assert not workers
+    assert not fake_workers
 
 
-async def test_a_client_says_once_how_long_an_idle_worker_stays(workers: list[Worker]) -> None:
-    its = Run(sleep_idle_seconds=-1)
-    try:
-        await until(lambda: its.status == "ok")
-        assert its.supervisor.seconds_left is None, "never"
-        request = its.add_request()
-        its.supervisor.sleep_after(60)
-        assert its.supervisor.seconds_left == 60, "from the end of the request"
-        its.supervisor.sleep_after(0)
-        await asyncio.sleep(3 * IDLE_SECONDS)
-        assert its.status == "ok", "it has a request"
-        its.listener.requests.remove(request)
-        await until(lambda: its.status == "sleeping")
-        assert its.supervisor.seconds_left is None, "it has stopped"
-        its.listener.requests.remove(its.add_request())
-        await until(lambda: its.status == "ok")
+async def test_a_client_says_once_how_long_an_idle_worker_stays(fake_workers: list[FakeWorker]) -> None:
+    async with EngineProcess(EngineConfig("model.gguf")) as engine:
+        assert engine.seconds_left is None, "never"
+        with engine.open(REQUEST):
+            engine.sleep_after(60)
+            assert engine.seconds_left == 60, "from the end of the request"
+            engine.sleep_after(0)
+            await asyncio.sleep(3 * IDLE_SECONDS)
+            assert status(engine) == "ok", "it has a request"
+        await is_asleep(engine)
+        assert engine.seconds_left is None, "it has stopped"
+        with engine.open(REQUEST):
+            await is_awake(engine)
         await asyncio.sleep(supervisor._LEAST_IDLE_S + 2 * IDLE_SECONDS)
-        assert its.status == "ok", "from then on it stays as it was started to"
-        its.supervisor.sleep_after(IDLE_SECONDS)
-        its.supervisor.sleep_after(None)
+        assert status(engine) == "ok", "from then on it stays as it was started to"
+        engine.sleep_after(IDLE_SECONDS)
+        engine.sleep_after(None)
         await asyncio.sleep(supervisor._LEAST_IDLE_S + 2 * IDLE_SECONDS)
-        assert its.status == "ok"
-    finally:
-        its.task.cancel()
+        assert status(engine) == "ok"

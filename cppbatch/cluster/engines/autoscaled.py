@@ -10,9 +10,7 @@ import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from time import monotonic
 
-import msgspec
-
-from cppbatch.cluster.engines.client import ScalingState, WorkerLive, WorkerState
+from cppbatch.cluster.engines.client import ScalingState
 from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.cluster.engines.process import EngineProcess, Withdrawn
 from cppbatch.cluster.rules import Load, ScalingRule
@@ -84,16 +82,6 @@ class AutoscaledGroup(EngineGroup):
     async def stats(self) -> EngineStats:
         """The sum over the workers that have loaded the model."""
         return add_up(await asyncio.gather(*(engine.stats() for engine in [*self._engines, *self._draining])))
-
-    async def workers(self) -> list[WorkerState]:
-        """The state of each worker: running, starting and draining ones."""
-        draining = {engine.name for engine in self._draining}
-        return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().workers()]
-
-    async def live(self) -> list[WorkerLive]:
-        """The live state of each worker, including a starting one."""
-        draining = {engine.name for engine in self._draining}
-        return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().live()]
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
@@ -248,6 +236,7 @@ class AutoscaledGroup(EngineGroup):
 
     def _drain_one(self) -> None:
         engine = self._engines.pop()
+        engine.draining = True
         self._draining.append(engine)
         self._scale_downs += 1
         log.info(
@@ -257,6 +246,7 @@ class AutoscaledGroup(EngineGroup):
 
     def _take_back(self) -> None:
         engine = self._draining.pop()
+        engine.draining = False
         self._add(engine)
         self._scale_ups += 1
         n_moved = self._share_waiting_requests()

@@ -7,12 +7,12 @@ import itertools
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from time import monotonic, perf_counter
+from typing import Generic, TypeVar
 
 import msgspec
 
 from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.link import Answer, Check, Question, Submit, Update
-from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.params import actual_seed, replace_fields
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
 
@@ -91,7 +91,10 @@ class InFlightRequest:
         self.outputs.put(event)
 
 
-class InFlightRequests:
+Request = TypeVar("Request", bound=InFlightRequest)
+
+
+class InFlightRequests(Generic[Request]):
     """The table of unfinished requests: which are sent to the current worker, and which wait in quarantine.
 
     After a first crash, all requests are resent together: usually no request caused it. Requests that were active
@@ -101,21 +104,23 @@ class InFlightRequests:
     next suspect follows. When no suspects are left, all requests are sent again.
     """
 
-    def __init__(self) -> None:
-        self._ids = map(str, itertools.count())
-        self._requests: dict[str, InFlightRequest] = {}
-        self._held: dict[str, InFlightRequest] = {}  # not sent to the current worker
-        self._suspects: dict[str, InFlightRequest] = {}
+    def __init__(self, kind: type[Request], prefix: str = "") -> None:
+        """`kind`: the class of the requests, whose ids are `prefix` and a number."""
+        self._kind = kind
+        self._ids = (f"{prefix}{n}" for n in itertools.count())
+        self._requests: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}  # not sent to the current worker
+        self._suspects: dict[str, Request] = {}
         self._empty_since = monotonic()
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[InFlightRequest]:
+    def __iter__(self) -> Iterator[Request]:
         """Iterates over a copy, so that requests may be removed in the loop."""
         return iter(list(self._requests.values()))
 
-    def __contains__(self, request: InFlightRequest) -> bool:
+    def __contains__(self, request: Request) -> bool:
         return request.id in self._requests
 
     @property
@@ -123,22 +128,22 @@ class InFlightRequests:
         """Seconds without requests; 0.0 while there are any."""
         return 0.0 if self._requests else monotonic() - self._empty_since
 
-    def get(self, request_id: str) -> InFlightRequest | None:
+    def get(self, request_id: str) -> Request | None:
         """The request with this id; None if it has ended, or has a new id (`requeue`)."""
         return self._requests.get(request_id)
 
     def add(
         self, request: GenerationRequest, question: Question | Update | None = None, resume: ResumeState | None = None
-    ) -> InFlightRequest:
+    ) -> Request:
         """Adds a new request, or one started by another engine; not sent yet."""
-        added = InFlightRequest(next(self._ids), request, question, resume)
+        added = self._kind(next(self._ids), request, question, resume)
         self._hold(added)
         return added
 
-    def _hold(self, request: InFlightRequest) -> None:
+    def _hold(self, request: Request) -> None:
         self._requests[request.id] = self._held[request.id] = request
 
-    def take_sendable(self) -> list[InFlightRequest]:
+    def take_sendable(self) -> list[Request]:
         """The requests to send to the worker now; marks them as sent."""
         if not self._suspects:
             chosen = list(self._held.values())
@@ -150,29 +155,29 @@ class InFlightRequests:
             del self._held[request.id]
         return chosen
 
-    def is_sent(self, request: InFlightRequest) -> bool:
+    def is_sent(self, request: Request) -> bool:
         """Whether the request was sent to the current worker."""
         return request.id not in self._held
 
-    def token_received(self, request: InFlightRequest) -> bool:
+    def token_received(self, request: Request) -> bool:
         """Clears a suspect. Returns whether it was one and other suspects are waiting: then `requeue` it."""
         request.n_crashes = 0
         was_suspect = self._suspects.pop(request.id, None) is not None
         return was_suspect and bool(self._suspects)
 
-    def requeue(self, request: InFlightRequest) -> None:
+    def requeue(self, request: Request) -> None:
         """Holds a sent request again, under a new id, so that further messages for the old one are ignored."""
         self.remove(request)
         request.send_as(next(self._ids))
         self._hold(request)
 
-    def remove(self, request: InFlightRequest) -> None:
+    def remove(self, request: Request) -> None:
         """Removes a finished request."""
         for table in (self._requests, self._held, self._suspects):
             table.pop(request.id, None)
         self._empty_since = monotonic()
 
-    def worker_died(self, active: Collection[int]) -> list[InFlightRequest]:
+    def worker_died(self, active: Collection[int]) -> list[Request]:
         """Counts a crash of the requests whose ids were `active` in the worker. Removes and returns those that must
         fail.
 
@@ -189,51 +194,57 @@ class InFlightRequests:
         return failed
 
 
-# --- latest live -----------------------------------------------------------------------------------------------------
-# The last live state sent by a worker, and when to ask for the next one.
+# --- latest state ----------------------------------------------------------------------------------------------------
+# The last state that an engine elsewhere has reported, and when to ask for the next one.
 
+
+State = TypeVar("State")
 
 _WAIT_S = 0.15
 """Timeout for an answer, since a worker in a long step answers after it."""
 
 
-class LatestLive:
-    """The last live state of a worker. Used on the event loop.
+class LatestState(Generic[State]):
+    """The last state reported by an engine on another thread or in another process. Used on the event loop.
 
-    Only one question is pending at a time. A worker without requests since its last answer is not asked: an idle engine
-    does no work for readers of `/live`.
+    Only one question is pending at a time. An engine without requests since its last answer is not asked: an idle
+    engine does no work for readers of `/live`.
     """
 
-    def __init__(self) -> None:
-        self._engine: LiveEngine | None = None
+    def __init__(self, timeout: float = _WAIT_S) -> None:
+        """`timeout`: seconds to wait for an answer."""
+        self._timeout = timeout
+        self.last: State | None = None
+        """None before the first report, and after `reset`."""
         self._asked_at = self._received_at = 0.0
         self._answer: asyncio.Future[None] | None = None
 
-    async def get(self, ask: Callable[[], object], idle_seconds: float) -> tuple[LiveEngine | None, float | None]:
+    async def get(self, ask: Callable[[], object], idle_seconds: float = 0.0) -> tuple[State | None, float | None]:
         """The state, updated if an answer arrives soon, and its age in seconds. (None, None) before the first.
 
         `ask` sends the question. `idle_seconds`: seconds without requests; 0.0 while there are any.
         """
-        if self._engine is None or monotonic() - self._asked_at >= idle_seconds:
+        if self.last is None or monotonic() - self._asked_at >= idle_seconds:
             answer = self._answer
             if answer is None:
                 answer = self._answer = asyncio.get_running_loop().create_future()
                 self._asked_at = monotonic()
                 ask()
-            await asyncio.wait([answer], timeout=_WAIT_S)
-        return self._engine, round(monotonic() - self._received_at, 3) if self._engine else None
+            await asyncio.wait([answer], timeout=self._timeout)  # wait_for may swallow a cancellation
+        return self.last, None if self.last is None else round(monotonic() - self._received_at, 3)
 
-    def received(self, engine: LiveEngine) -> None:
-        """The worker has answered."""
-        self._engine, self._received_at = engine, monotonic()
-        self._end_question()
+    def received(self, state: State) -> None:
+        """The engine has answered."""
+        self.last, self._received_at = state, monotonic()
+        self.stop_waiting()
 
     def reset(self) -> None:
-        """Called when the worker has ended: its state is lost, and it will not answer."""
-        self._engine = None
-        self._end_question()
+        """Called when the engine has ended: its state is lost, and it will not answer."""
+        self.last = None
+        self.stop_waiting()
 
-    def _end_question(self) -> None:
+    def stop_waiting(self) -> None:
+        """Called when the engine will not answer; its last state is kept."""
         if self._answer and not self._answer.done():
             self._answer.set_result(None)
         self._answer = None

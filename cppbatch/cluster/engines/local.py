@@ -16,7 +16,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, WorkerLive, WorkerState, id_in_use
-from cppbatch.cluster.engines.in_flight import LatestLive
+from cppbatch.cluster.engines.in_flight import LatestState
 from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
@@ -24,6 +24,7 @@ from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.grammar.grammar_check import SlowGrammar
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
@@ -283,7 +284,7 @@ class _EngineThread:
         """By number."""
         self.waiters: set[asyncio.Future[Any]] = set()
         """The futures that `_between_steps` awaits."""
-        self.live = LatestLive()
+        self.live = LatestState[LiveEngine]()
         self.input_threads = InputThreads()
         # A daemon, so that a second Ctrl-C does not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)

@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, WorkerLive, WorkerState, id_in_use
-from cppbatch.cluster.engines.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests, LatestLive
-from cppbatch.cluster.engines.output_collector import OutputCollector
+from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
+from cppbatch.cluster.engines.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests, LatestState
+from cppbatch.cluster.engines.remote import RemoteEngine
 from cppbatch.cluster.engines.supervisor import Refit, Supervisor
 from cppbatch.cluster.link import (
     Answer,
@@ -32,7 +30,6 @@ from cppbatch.cluster.link import (
     Live,
     Question,
     Refused,
-    SlotAction,
     SlotDone,
     Stats,
     Tokenize,
@@ -42,21 +39,13 @@ from cppbatch.cluster.link import (
 )
 from cppbatch.cluster.rules import check_times
 from cppbatch.config import EngineConfig
-from cppbatch.engine.disk.slots import SlotActionName, SlotReport
-from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import token_ids
-from cppbatch.engine.request import (
-    FinishReason,
-    GenerationEvent,
-    GenerationRequest,
-    MediaPrompt,
-    ResumeState,
-    TokenPiece,
-)
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState
 from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine_settings import EngineSettings, engine_config
-from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed
 from cppbatch.unclosed import warn_unclosed
 
 if TYPE_CHECKING:
@@ -66,7 +55,8 @@ log = logging.getLogger("cppbatch.cluster")
 
 
 class Withdrawn(Exception):
-    """The request was taken back (`EngineProcess.withdraw`): it continues elsewhere with `resume`."""
+    """Raised by `OutputCollector.get` for a request taken back by `EngineProcess.withdraw`: it continues elsewhere with
+    `resume`."""
 
     def __init__(self, resume: ResumeState) -> None:
         super().__init__("withdrawn")
@@ -74,17 +64,18 @@ class Withdrawn(Exception):
 
 
 _UNLIMITED = 2**31 - 1
-_MAX_FINISH_TIMES = 64
 _STATS_TIMEOUT_S = 1.0
 
 
-class EngineProcess(EngineClient):
+class EngineProcess(RemoteEngine[InFlightRequest]):
     """An `EngineClient` whose engine is a worker process. Created and used inside a running event loop.
 
     Requests and their tokens so far are kept in this process, so a new worker can continue them. Example:
     `async with EngineProcess("model.gguf") as engine:`, which waits until the model is loaded. The worker of an engine
     that is dropped without `close` is killed, with a `ResourceWarning`.
     """
+
+    _receiver = "the engine process"
 
     def __init__(
         self,
@@ -105,10 +96,11 @@ class EngineProcess(EngineClient):
         `runtime` is for tests: `module:function` that creates the `Runtime` instead of loading the model. Raises
         `ConfigError`, also outside an event loop and for times out of range.
         """
-        self._own_loop = OwnLoop("EngineProcess")
         check_times(step_timeout, sleep_idle_seconds)
-        self.config = engine_config(model, settings)
+        super().__init__(engine_config(model, settings), InFlightRequests(InFlightRequest))
         self.name = name
+        self.draining = False
+        """Whether it gets no new requests (`AutoscaledGroup`)."""
         worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
         self._supervisor = Supervisor(
             worker_config,
@@ -118,18 +110,11 @@ class EngineProcess(EngineClient):
             refit=refit,
             runtime=runtime,
         )
-        self._in_flight = InFlightRequests()
-        self._by_id: dict[str, InFlightRequest] = {}  # by the client's id; while the iterator of `submit` is open
-        self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
-        self._stats_waiters: list[asyncio.Future[None]] = []
-        self._last_stats: EngineStats | None = None
-        self._live = LatestLive()
+        self._stats = LatestState[EngineStats](_STATS_TIMEOUT_S)
+        self._live = LatestState[LiveEngine]()
         self._max_threads = 0
-        self._closed = False
         self._process = OwnProcess()
         self._task = asyncio.ensure_future(_supervise(self._supervisor, weakref.ref(self)))
-        self._loaded: asyncio.Future[None] = self._own_loop.loop.create_future()
-        self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
 
     def __del__(self) -> None:
         task: asyncio.Task[None] | None = self.__dict__.get("_task")  # missing if `__init__` raised
@@ -142,59 +127,18 @@ class EngineProcess(EngineClient):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._own_loop.loop.call_soon_threadsafe(task.cancel)
 
-    async def loaded(self) -> None:
-        """Waits until the model is loaded. Raises the errors of loading."""
-        self._own_loop.check()
-        await asyncio.shield(self._loaded)
-
-    @property
-    def info(self) -> ModelInfo:
-        """The loaded model. Raises `EngineClosed` before it is loaded."""
-        if self._supervisor.info is None:
-            raise EngineClosed("the model is not loaded yet; use `async with`, or await `loaded()` first")
-        return self._supervisor.info
-
     def health(self) -> Health:
         """The current state of the engine."""
         return Health(status="closed") if self._closed else self._supervisor.health
 
-    @property
-    def in_flight(self) -> int:
-        """The number of unfinished requests."""
-        return len(self._in_flight)
-
     # --- requests -----------------------------------------------------------------------------------------------
 
-    async def check(self, request: GenerationRequest) -> None:
-        await self._ask_worker(request, Check(request))
-
-    async def tokenize(
-        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
-    ) -> list[TokenPiece]:
-        question = Tokenize("", text, add_special, parse_special)
-        answer = await self._ask_worker(GenerationRequest(id="", prompt=text), question)
-        if not isinstance(answer, Tokenized):
-            return []
-        pieces = {token.id: token for token in answer.pieces}
-        return [pieces[token] for token in answer.ids]
-
-    async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        answer = await self._ask_worker(GenerationRequest(id="", prompt=""), SlotAction("", action, slot, path))
-        assert isinstance(answer, SlotDone)
-        return answer.report
-
-    async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
-        """Asks the worker. If it dies at this moment, the text may continue without the tokens."""
-        request = self._by_id.get(request_id)
-        if request is None or not self._in_flight.is_sent(request):
-            return False
-        question = Update("", request.id, list(token_ids("tokens", tokens)))
-        answer = await self._ask_worker(GenerationRequest(id="", prompt=""), question)
-        assert isinstance(answer, Updated)
-        return answer.found
-
-    async def _ask_worker(self, request: GenerationRequest, question: Question | Update) -> Answer | None:
+    async def ask(self, question: Question | Update) -> Answer:
         """Sends the question as a request, with crash recovery: preparing a text can crash a worker."""
+        if isinstance(question, Check):
+            request = question.request
+        else:
+            request = GenerationRequest(id="", prompt=question.text if isinstance(question, Tokenize) else "")
         asked = self._start(request, question)
         try:
             end = await asked.outputs.get()
@@ -202,62 +146,19 @@ class EngineProcess(EngineClient):
                 raise EngineClosed("the engine was closed")
             if end.error:
                 raise GenerationFailed(end.error)
+            assert asked.answer
             return asked.answer
         finally:
             self._release(asked)
 
-    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
-        """Runs a request, yielding its events; see `EngineClient.submit`."""
-        with self.open(request) as outputs:
-            while not outputs.finished:
-                yield await outputs.get()
-
-    @contextlib.contextmanager
-    def open(self, request: GenerationRequest, resume: ResumeState | None = None) -> Iterator[OutputCollector]:
-        """Runs a request and reads its events in the context, at the end of which an unfinished request is cancelled.
-
-        `resume`: its progress in another engine, which has died; the events continue after these tokens. Raises as the
-        first step of `submit`; `OutputCollector.get` raises as later ones, and `Withdrawn`.
-        """
-        if request.id in self._by_id:
-            raise id_in_use(request.id)
-        if resume is None and self.in_flight >= self.config.n_parallel + self.config.max_queue:
-            raise QueueFull(self.config.max_queue, self._seconds_per_request())
-        submitted = self._by_id[request.id] = self._start(request, resume=resume)
-        try:
-            yield submitted.outputs
-        finally:
-            del self._by_id[request.id]
-            self._release(submitted)
-
-    def _start(
-        self, request: GenerationRequest, question: Question | Update | None = None, resume: ResumeState | None = None
-    ) -> InFlightRequest:
-        if not (health := self.health()).takes_requests:
-            raise EngineClosed(health.refusal)
-        self._own_loop.check()
-        if request.params.logits_processor is not None:
-            message = "is a Python function, which cannot be sent to the engine process; use LocalEngine"
-            raise InvalidRequest("logits_processor", message)
-        started = self._in_flight.add(request, question, resume)
-        self._supervisor.wake()
-        self._send_requests()
-        return started
-
-    def _release(self, request: InFlightRequest) -> None:
-        """Called when the reader is done. Cancels the request if it is unfinished."""
-        if request in self._in_flight:
-            self._send_cancel(request)
-            self._in_flight.remove(request)
-            self._send_requests()  # the request may have been the suspect that ran alone
-
-    async def cancel(self, request_id: str) -> None:
-        """Ends a request within a step."""
-        self._own_loop.check()
-        if request := self._by_id.get(request_id):
-            request.cancelled = True
-            if not self._send_cancel(request):  # otherwise the worker sends the last event
-                self._end(request, FinishReason.CANCELLED)
+    async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """Asks the worker. If it dies at this moment, the text may continue without the tokens."""
+        request = self._by_id.get(request_id)
+        if request is None or not self._in_flight.is_sent(request):
+            return False
+        answer = await self.ask(Update("", request.id, list(token_ids("tokens", tokens))))
+        assert isinstance(answer, Updated)
+        return answer.found
 
     def withdraw(self, request_id: str) -> bool:
         """Withdraws a request, if it has no output yet and is not suspected of a crash. Returns whether it did.
@@ -272,7 +173,6 @@ class EngineProcess(EngineClient):
         return True
 
     def _send_cancel(self, request: InFlightRequest) -> bool:
-        """Tells the worker to cancel the request. Returns False if no worker has it."""
         worker = self._supervisor.worker
         if worker is None or not self._in_flight.is_sent(request):
             return False
@@ -280,26 +180,14 @@ class EngineProcess(EngineClient):
         return True
 
     def _send_requests(self) -> None:
-        if worker := self._supervisor.worker:
-            for request in self._in_flight.take_sendable():
-                try:
-                    worker.send(request.message())
-                except UnicodeEncodeError as error:
-                    self._fail(request, InvalidRequest("prompt", f"contains an unpaired surrogate: {error}"))
-                except Exception as error:  # fails this request; the others are still sent
-                    log.exception("failed to send a request to the worker")
-                    message = f"the request cannot be sent to the engine ({type(error).__name__}: {error})"
-                    self._fail(request, GenerationFailed(message))
+        if self._in_flight:
+            self._supervisor.wake()
+        if self._supervisor.worker:
+            super()._send_requests()
 
-    def _fail(self, request: InFlightRequest, error: Exception) -> None:
-        self._in_flight.remove(request)
-        request.outputs.fail(error)
-
-    def _seconds_per_request(self) -> float:
-        """The mean time between the ends of recent requests, 1 to 60 s: an estimate for the next free slot."""
-        if len(self._finish_times) < 2:
-            return 1.0
-        return min(60.0, max(1.0, (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)))
+    def _send(self, request: InFlightRequest) -> None:
+        assert self._supervisor.worker
+        self._supervisor.worker.send(request.message())
 
     def sleep_after(self, seconds: float | None) -> bool:
         """Sets when the supervisor stops the idle worker."""
@@ -340,16 +228,15 @@ class EngineProcess(EngineClient):
             log.error("supervision of the worker failed", exc_info=error)
         self._supervisor.health = Health(status="failed", error=str(error))
         self._end_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        if not self._loaded.done():
-            self._loaded.set_exception(error)
+        self._end_loading(error)
 
     def on_worker_ready(self, stats: EngineStats) -> None:
         """Sends the requests waiting for this worker."""
         self.config = msgspec.structs.replace(self._supervisor.config, max_queue=self.config.max_queue)
-        self._last_stats = stats
+        self._info = self._supervisor.info
+        self._stats.received(stats)
         self._live.reset()
-        if not self._loaded.done():
-            self._loaded.set_result(None)
+        self._end_loading()
         self._send_thread_limit()
         self._send_requests()
 
@@ -360,16 +247,12 @@ class EngineProcess(EngineClient):
                 self._handle_event(event)
             self._send_requests()
         elif isinstance(message, Stats):
-            self._last_stats = message.stats
-            self._wake_stats_waiters()
+            self._stats.received(message.stats)
         elif isinstance(message, Live):
             self._live.received(message.engine)
         elif isinstance(message, Refused):
             if request := self._in_flight.get(message.id):
-                refused: CppBatchError = InvalidRequest(message.field, message.message, message.overflow)
-                if request.has_tokens:  # an earlier worker has accepted it, with more KV cells
-                    refused = GenerationFailed(f"memory has run out, and the text cannot continue: {refused}")
-                self._fail(request, refused)
+                self._refuse(request, message)
         elif isinstance(message, (Checked, Tokenized, SlotDone, Updated)) and (
             request := self._in_flight.get(message.id)
         ):
@@ -385,13 +268,10 @@ class EngineProcess(EngineClient):
             return
         self._supervisor.made_progress()
         must_requeue = self._in_flight.token_received(request)
-        if event.finish_reason:
-            self._in_flight.remove(request)
-            self._finish_times.append(perf_counter())
-        elif must_requeue and not request.cancelled:
+        self._put(request, event)
+        if must_requeue and not (event.finish_reason or request.cancelled):
             self._send_cancel(request)
             self._in_flight.requeue(request)
-        request.put(event)
 
     def on_worker_died(self, active: set[int], give_up: str | None) -> None:
         """Fails the requests that crash workers, ends the cancelled ones, and keeps the others for the next worker.
@@ -407,17 +287,8 @@ class EngineProcess(EngineClient):
                 self._end(request, FinishReason.CANCELLED)
         if give_up:
             self._end_all(FinishReason.ERROR, give_up)
-        self._wake_stats_waiters()
+        self._stats.stop_waiting()
         self._live.reset()
-
-    def _end(self, request: InFlightRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Creates the last event on behalf of the worker."""
-        self._in_flight.remove(request)
-        request.outputs.put(GenerationEvent(request_id=request.id, finish_reason=reason, error=error))
-
-    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        for request in self._in_flight:
-            self._end(request, reason, error)
 
     # --- state, closing -----------------------------------------------------------------------------------------
 
@@ -441,6 +312,7 @@ class EngineProcess(EngineClient):
             health=self.health(),
             in_flight=self.in_flight,
             restarts=self._supervisor.restarts,
+            draining=self.draining,
             stats=stats,
         )
 
@@ -448,11 +320,8 @@ class EngineProcess(EngineClient):
         """Asks the worker. Returns its previous report if it is in a long step or is not running."""
         self._own_loop.check()
         if worker := self._supervisor.worker:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._stats_waiters.append(waiter)
-            worker.send(GetStats())
-            await asyncio.wait((waiter,), timeout=_STATS_TIMEOUT_S)  # wait_for may swallow a cancellation
-        return self._last_stats
+            await self._stats.get(partial(worker.send, GetStats()))
+        return self._stats.last
 
     async def live(self) -> list[WorkerLive]:
         """The live state of this worker."""
@@ -462,12 +331,6 @@ class EngineProcess(EngineClient):
             engine, age = await self._live.get(partial(worker.send, GetLive()), self.idle_seconds)
         state = self._state()  # the worker may have ended meanwhile
         return [state.live(None, None) if state.pid is None else state.live(engine, age)]
-
-    def _wake_stats_waiters(self) -> None:
-        for waiter in self._stats_waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._stats_waiters = []
 
     async def close(self) -> None:
         """Stops the worker, gracefully if it has no requests; unfinished requests get a last event (cancelled)."""
@@ -480,9 +343,7 @@ class EngineProcess(EngineClient):
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        self._end_all(FinishReason.CANCELLED)
-        if not self._loaded.done():
-            self._loaded.set_exception(EngineClosed("the engine was closed while loading the model"))
+        self._end_open_calls()
 
 
 async def _supervise(supervisor: Supervisor, of: weakref.ref[EngineProcess]) -> None:

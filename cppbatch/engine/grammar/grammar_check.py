@@ -6,6 +6,7 @@ requests do not wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import threading
@@ -97,7 +98,7 @@ class GrammarChecker:
 
     def _end(self) -> None:
         if self._child:
-            with self._child as child:
+            with contextlib.suppress(BrokenPipeError), self._child as child:  # a grammar that it has not read
                 child.kill()
             self._child = None
 

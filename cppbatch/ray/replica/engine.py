@@ -10,12 +10,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.cluster.link import Check, Checked, Refused, SlotDone, Tokenize, Tokenized, refusal
+from cppbatch.cluster.link import Refused, refusal
 from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
 from cppbatch.ray.messages import (
-    Answer,
     GroupEvents,
     NotRun,
     ReplicaReport,
@@ -92,24 +91,10 @@ class ReplicaEngine:
     async def ask(self, message: bytes) -> bytes:
         """Answers a `Check`, `Tokenize` or `SlotAction` with `Checked`, `Tokenized` or `SlotDone`; or `Refused`."""
         question = decode_question(message)
-        answer: Answer
         try:
-            if isinstance(question, Check):
-                await self._engine.check(question.request)
-                answer = Checked(question.id)
-            elif isinstance(question, Tokenize):
-                pieces = await self._engine.tokenize(
-                    question.text, add_special=question.add_special, parse_special=question.parse_special
-                )
-                distinct = list({piece.id: piece for piece in pieces}.values())
-                answer = Tokenized(question.id, [piece.id for piece in pieces], distinct)
-            else:
-                answer = SlotDone(
-                    question.id, await self._engine.slot_action(question.action, question.slot, question.path)
-                )
+            return encode(await self._engine.ask(question))
         except InvalidRequest as error:
-            answer = refusal(question.id, error)
-        return encode(answer)
+            return encode(refusal(question.id, error))
 
     async def report(self) -> bytes:
         """A `ReplicaReport`."""

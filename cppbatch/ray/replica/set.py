@@ -1,18 +1,13 @@
-"""The interface between a `RayEngine` and a cluster, which tests implement without Ray, and live states."""
+"""The interface between a `RayEngine` and a cluster, which tests implement without Ray."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncGenerator
-from time import monotonic
 from typing import Literal, Protocol
 
 import msgspec
 
-from cppbatch.cluster.engines.client import WorkerLive
 from cppbatch.cluster.prefix_router import Prefix
-from cppbatch.ray.messages import decode_live
 
 
 class ReplicaLost(Exception):
@@ -63,55 +58,3 @@ class ReplicaSet(Protocol):
 
     async def close(self, front: str) -> None:
         """Ends the connection of a front; the replicas keep running."""
-
-
-# --- live replicas ---------------------------------------------------------------------------------------------------
-# The current activity of the replicas, as last reported.
-
-
-log = logging.getLogger("cppbatch.ray")
-
-_WAIT_S = 0.15
-_IDLE_PERIOD_S = 1.0
-"""Between two polls while no replica has a request: another front may send one."""
-
-
-class LiveReplicas:
-    """The live states of all responding replicas. Polls once at a time."""
-
-    def __init__(self, replicas: ReplicaSet) -> None:
-        self._replicas = replicas
-        self._states: list[WorkerLive] = []
-        self._received_at = 0.0
-        self._asking: asyncio.Task[None] | None = None
-
-    async def get(self, *, idle: bool) -> list[WorkerLive]:
-        """The states; waits briefly for an answer. `idle`: this front has no request."""
-        is_idle = idle and not any(state.in_flight for state in self._states)
-        is_due = monotonic() - self._received_at >= (_IDLE_PERIOD_S if is_idle else 0.0)
-        if self._asking is None and is_due:
-            self._asking = asyncio.ensure_future(self._ask())
-        if self._asking:
-            await asyncio.wait([self._asking], timeout=_WAIT_S)
-        since = monotonic() - self._received_at
-        return [
-            state if state.age is None else msgspec.structs.replace(state, age=round(state.age + since, 3))
-            for state in self._states
-        ]
-
-    async def _ask(self) -> None:
-        try:
-            states = [state for data in await self._replicas.live() for state in decode_live(data)]
-            self._states = sorted(states, key=lambda state: state.name)
-        except Exception as error:  # `RayEngine` reports that the cluster does not respond
-            log.debug("could not get the state of the replicas: %s", error)
-            self._states = []
-        finally:
-            self._received_at = monotonic()
-            self._asking = None
-
-    async def close(self) -> None:
-        """Stops polling."""
-        if self._asking:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
