@@ -44,7 +44,7 @@ from cppbatch.engine.request import (
     RequestOptions,
     TokenPiece,
 )
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import InvalidRequest, client_names
 from cppbatch.text_patterns import any_of
 from cppbatch.typed_json import convert
 
@@ -98,11 +98,7 @@ class ChatRequest(NamedTuple):
 
     request: GenerationRequest
     chat: PreparedChat
-    """Creates the parser of the answer."""
-
-    def rename_field(self, error: InvalidRequest) -> InvalidRequest:
-        """The engine's error, naming the conversation's field instead of the prompt's."""
-        return error.with_field(self.chat.renames.get(error.field, error.field))
+    """Creates the parser of the answer, and names the conversation's fields in errors."""
 
 
 class ChatRequests:
@@ -139,8 +135,7 @@ class ChatRequests:
             messages=local_media(conversation_of(messages)),
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
         )
-        with turn.client_names():
-            chat = self._format.render(turn)
+        chat = self._format.render(turn)
         prompt_params = _params_of_chat(params, chat)
         return ChatRequest(
             GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat
@@ -164,10 +159,8 @@ def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParam
     """The params plus the requirements of the chat: possibly a grammar, and control tokens to include in the text."""
     visible = (*params.visible_tokens, *chat.params.get("visible_tokens", ()))
     required = {"json_schema": None} | chat.params | {"visible_tokens": visible}
-    try:
+    with client_names(chat.field_names):
         return replace(params, **required)
-    except InvalidRequest as error:
-        raise error.with_field(chat.renames.get(error.field, error.field)) from error
 
 
 def is_conversation(prompt: object) -> bool:

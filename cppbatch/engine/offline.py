@@ -43,7 +43,7 @@ from cppbatch.engine.request import (
 )
 from cppbatch.engine.request_engine import RequestEngine
 from cppbatch.engine.sequence import Seq
-from cppbatch.errors import GenerationFailed, InvalidRequest
+from cppbatch.errors import GenerationFailed, InvalidRequest, client_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -295,10 +295,8 @@ def _prepare(engine: RequestEngine, prompt: PromptOrMessages, params: Params, op
 
 def prepare_chat(engine: RequestEngine, made: ChatRequest) -> Prepared:
     """A conversation's request as a sequence. Raises `InvalidRequest`."""
-    try:
+    with client_names(made.chat.field_names):
         return Prepared(engine.prepare(made.request), made.chat)
-    except InvalidRequest as error:
-        raise made.rename_field(error) from error
 
 
 def _prepare_all(

@@ -17,7 +17,7 @@ from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import Prompt, TokenLogprob
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import client_names
 from cppbatch.llama_cpp_python.arguments import Callbacks
 from cppbatch.llama_cpp_python.completions import Kept, logprobs_of
 
@@ -92,10 +92,8 @@ class TemplateHandler:
         params, callbacks = llama.sampling(given)
         made = requests.request("", messages, params)
         prompt = made.request.prompt if made.chat.parts else _tokens(llama, made.chat)
-        try:
+        with client_names(made.chat.field_names):
             kept = llama.start(prompt, made.request.params, callbacks)
-        except InvalidRequest as error:
-            raise made.rename_field(error) from error
         model = given["model"] if given["model"] is not None else llama.model_path
         answer = _Answer(made.chat, model, is_scored=shown is not None)
         return answer.chunks(kept) if stream else answer.whole(kept)

@@ -27,7 +27,7 @@ from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest
+from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest, client_names
 from cppbatch.statistic import counter, gauge
 
 if TYPE_CHECKING:
@@ -253,12 +253,10 @@ class EngineClient(ABC):
         requests = ChatRequests(chat, options)
         name = f"chat-{uuid.uuid4().hex}"
         made = await self.render(chat, lambda: requests.request(name, conversation, params))
-        try:
+        with client_names(made.chat.field_names):
             async with aclosing(self.submit(made.request)) as events:
                 async for event in events:
                     yield event, made.chat
-        except InvalidRequest as error:
-            raise made.rename_field(error) from error
 
     async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
         """The model's chat format: its template, tool calls and reasoning, or those of another template.

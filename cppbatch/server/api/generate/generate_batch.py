@@ -13,8 +13,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.errors import InvalidRequest, NotFound
-from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, respond
+from cppbatch.errors import InvalidRequest, NotFound, client_name
+from cppbatch.server.answer.response import ResponseBuilder, respond
 from cppbatch.server.api.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.api.generate.generate_endpoint import (
     GenerateChunk,
@@ -32,7 +32,7 @@ from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.models.served import ModelLease, lease_model
-from cppbatch.server.models.serving import ChatTools, Serving, new_id
+from cppbatch.server.models.serving import ChatTools, ResolvedRequest, Serving, new_id
 from cppbatch.server.run_requests import run_requests
 
 # --- generate batch --------------------------------------------------------------------------------------------------
@@ -84,19 +84,19 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
         # on threads: 256 items with large fields take seconds
         items = await asyncio.to_thread(read_items, body, lease.serving)
         chat = await chat_tools(lease.serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
-        prepared, batch = await lease.serving.client.render(
+        builder, batch = await lease.serving.client.render(
             chat and chat.format, lambda: prepare_batch(items, lease, chat, stream=bool(body.stream))
         )
         with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
             events = run_requests(
                 lease.serving.client,
-                prepared.requests,
+                builder.requests,
                 wait_when_full=True,
                 errors_as_events=True,
                 cancelled=batch.cancelled,
                 waited=lease.waited,
             )
-            return await respond(request, lease, prepared, events)
+            return await respond(request, lease, builder, events)
 
 
 class ReadItems(NamedTuple):
@@ -122,7 +122,7 @@ def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
 
 def prepare_batch(
     read: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool
-) -> tuple[PreparedRequest, RunningBatch]:
+) -> tuple[GenerateBatchBuilder, RunningBatch]:
     """Engine requests for the valid items, and a builder with the errors of the others.
 
     `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
@@ -141,10 +141,11 @@ def prepare_batch(
             errors[i] = error
     refuse_large([request.prompt for request in requests.values()], 1, serving.limits)
     batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), serving.client.cancel)
-    builder = GenerateBatchBuilder(items, [*requests], batch)
+    resolved = ResolvedRequest(name, [*requests.values()], {})
+    builder = GenerateBatchBuilder(resolved, items, [*requests], batch, stream=stream)
     for i, why in errors.items():
         builder.set_error(i, why)
-    return PreparedRequest([*requests.values()], builder, stream=stream), batch
+    return builder, batch
 
 
 Totals = TypeVar("Totals", bound=BatchTotals)
@@ -156,8 +157,16 @@ class GenerateBatchBuilder(ResponseBuilder):
     `request_items`: for each engine request, the index of its item.
     """
 
-    def __init__(self, items: list[BatchItem], request_items: list[int], batch: RunningBatch) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        resolved: ResolvedRequest,
+        items: list[BatchItem],
+        request_items: list[int],
+        batch: RunningBatch,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__(resolved, stream=stream)
         self._items, self._request_items, self._batch = items, request_items, batch
         self._began = perf_counter()
         self._errors: dict[int, ErrorDetail] = {}  # by item
@@ -165,7 +174,7 @@ class GenerateBatchBuilder(ResponseBuilder):
     def set_error(self, item: int, error: Exception) -> None:
         """Sets the error as the result of an item."""
         if isinstance(error, InvalidRequest):
-            field = "model" if error.field == "task" else error.field  # the model determines the task
+            field = client_name(error.field, self.field_names)
             error = error.with_field(self._items[item].field_name(field))
         self._errors[item] = openai_error(api_error(error)).error
 

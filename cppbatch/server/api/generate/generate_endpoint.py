@@ -18,13 +18,13 @@ from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.logprobs import LogprobEntry, logprob_entries
-from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, respond
+from cppbatch.server.answer.response import ResponseBuilder, respond
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.models.served import lease_model
-from cppbatch.server.models.serving import ChatTools, Serving, new_id
+from cppbatch.server.models.serving import ChatTools, ResolvedRequest, Serving, new_id
 
 Json = dict[str, Any]
 
@@ -122,8 +122,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await read_json(request, GenerateRequest)
     with await lease_model(request, body) as lease:
         serving, chat = lease.serving, await chat_tools(lease.serving, [body])
-        prepared = await serving.client.render(chat and chat.format, lambda: prepare_generate(body, serving, chat))
-        return await respond(request, lease, prepared, ping_seconds=body.sse_ping_interval)
+        builder = await serving.client.render(chat and chat.format, lambda: prepare_generate(body, serving, chat))
+        return await respond(request, lease, builder, ping_seconds=body.sse_ping_interval)
 
 
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
@@ -141,11 +141,11 @@ def _readable(given: list[list[ChatMessage]]) -> list[list[Json]]:
     return conversations
 
 
-def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | None) -> PreparedRequest:
+def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | None) -> GenerateBuilder:
     """The engine request and the builder. `chat`: for `messages`. Raises `InvalidRequest`."""
-    request = engine_request(body, serving, new_id("gen-"), chat)
+    request = engine_request(body, serving, name := new_id("gen-"), chat)
     names = {"prompt": "messages"} if body.messages is not None else {}
-    return PreparedRequest([request], GenerateBuilder(), stream=bool(body.stream), field_names=names)
+    return GenerateBuilder(ResolvedRequest(name, [request], names), stream=body.stream)
 
 
 def generate_turn(body: GenerateFields) -> ChatTurn:

@@ -20,7 +20,7 @@ from cppbatch.engine.request import (
     TokenPiece,
     detokenize,
 )
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import InvalidRequest, client_names
 from cppbatch.server.answer.llama_result import LlamaResponse, LlamaResults, StreamTimings
 from cppbatch.server.answer.mixed_prompts import (
     MAX_TEXTS,
@@ -30,13 +30,13 @@ from cppbatch.server.answer.mixed_prompts import (
     prompts_of,
     tokenize,
 )
-from cppbatch.server.answer.response import Json, PreparedRequest, ResponseBuilder, respond
+from cppbatch.server.answer.response import Json, ResponseBuilder, respond
 from cppbatch.server.api.llama_server.fields import LlamaFields, to_sampling_fields
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
 from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import ModelLease, lease_model
-from cppbatch.server.models.serving import Prompt, Serving, new_id
+from cppbatch.server.models.serving import Prompt, ResolvedRequest, Serving, new_id
 from cppbatch.server.run_requests import Event, run_requests
 
 routes = Routes()
@@ -72,15 +72,15 @@ async def llama_completion(request: web.Request) -> web.StreamResponse:
 
 
 async def respond_to_completion(
-    request: web.Request, lease: ModelLease, body: LlamaFields, prepared: PreparedRequest
+    request: web.Request, lease: ModelLease, body: LlamaFields, builder: ResponseBuilder
 ) -> web.StreamResponse:
     """Runs the engine requests, with the body's time limit, and sends the response."""
     seconds = (body.t_max_predict_ms or 0) / 1000
-    if seconds <= 0:
-        return await respond(request, lease, prepared, ping_seconds=body.sse_ping_interval)
-    requests = lease.apply_key_rules(prepared.requests)
-    events = _run_with_time_limit(lease.serving.client, requests, prepared.builder.n_candidates, seconds, lease.waited)
-    return await respond(request, lease, prepared, events, ping_seconds=body.sse_ping_interval)
+    events = None
+    if seconds > 0:
+        requests, n = lease.apply_key_rules(builder.requests), builder.n_candidates
+        events = _run_with_time_limit(lease.serving.client, requests, n, seconds, lease.waited)
+    return await respond(request, lease, builder, events, ping_seconds=body.sse_ping_interval)
 
 
 async def _run_with_time_limit(
@@ -103,7 +103,7 @@ async def _run_with_time_limit(
                 await client.cancel(requests[index].id)
 
 
-async def _prepare_completion(body: LlamaCompletionRequest, serving: Serving) -> PreparedRequest:
+async def _prepare_completion(body: LlamaCompletionRequest, serving: Serving) -> LlamaCompletionBuilder:
     """Raises `InvalidRequest`."""
     prompts, most = prompts_of(body.prompt), serving.limits.max_prompts_per_batch
     if len(prompts) > most:
@@ -137,32 +137,30 @@ async def _llama_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> Ll
 
 async def prepare_llama_completion(
     body: LlamaFields, serving: Serving, prompts: Sequence[LlamaPrompt]
-) -> PreparedRequest:
+) -> LlamaCompletionBuilder:
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
     serving.check_model(body.model)
     field_names = body.field_names | ({} if body.n_cmpl is None else {"n": "n_cmpl"})
-    try:
+    with client_names(field_names):
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
         for_engine = [prompt.for_engine() for prompt in prompts]
         texts = [detokenize(prompt.tokens) for prompt in prompts if serving.settings.prompts_dir]
-        requests = serving.engine_requests(body, new_id("llama-"), for_engine, texts=texts)
-    except InvalidRequest as error:
-        raise error.with_field(field_names.get(error.field, error.field)) from error
-    builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
+        requests = serving.engine_requests(body, name := new_id("llama-"), for_engine, texts=texts)
+    resolved = ResolvedRequest(name, requests, field_names)
+    return LlamaCompletionBuilder(resolved, body, [prompt.tokens for prompt in prompts], serving)
 
 
 class LlamaCompletionBuilder(ResponseBuilder):
     """Builds the responses of `/completion` and `/infill`."""
 
     def __init__(
-        self, body: LlamaFields, requests: list[GenerationRequest], prompts: list[list[TokenPiece]], serving: Serving
+        self, resolved: ResolvedRequest, body: LlamaFields, prompts: list[list[TokenPiece]], serving: Serving
     ) -> None:
-        super().__init__(n_candidates=body.n_candidates)
+        super().__init__(resolved, stream=body.stream, n_candidates=body.n_candidates)
         self._fields = body.response_fields or []
         self._prompt_only = body.n_predict == 0  # the events contain the echoed prompt, which is omitted
-        self._results = LlamaResults(body, requests, prompts, serving, return_tokens=bool(body.return_tokens))
+        self._results = LlamaResults(body, self.requests, prompts, serving, return_tokens=bool(body.return_tokens))
         self._timings = StreamTimings(body)
 
     def record(self, index: int, event: GenerationEvent) -> None:
@@ -261,8 +259,8 @@ async def infill(request: web.Request) -> web.StreamResponse:
     body = await read_json(request, InfillRequest)
     with await lease_model(request, body) as lease:
         prompt = LlamaPrompt(await _infill_prompt(lease.serving, body))
-        prepared = await prepare_llama_completion(body, lease.serving, [prompt])
-        return await respond_to_completion(request, lease, body, prepared)
+        builder = await prepare_llama_completion(body, lease.serving, [prompt])
+        return await respond_to_completion(request, lease, body, builder)
 
 
 async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPiece]:

@@ -23,7 +23,7 @@ from cppbatch.server.answer.llama_result import (
 from cppbatch.server.answer.response import Json, ResponseBuilder, media_details
 from cppbatch.server.fields.sampling import TimingFields
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
-from cppbatch.server.models.serving import Serving
+from cppbatch.server.models.serving import ResolvedRequest, Serving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,10 +98,10 @@ async def verbose_results(
 class ChoicesBuilder(ResponseBuilder):
     """Returns the `n_choices` of `n_candidates` completions per prompt with the highest mean log-probability."""
 
-    def __init__(self, body: TimingFields, serving: Serving, response_id: str) -> None:
-        super().__init__(n_candidates=body.n_candidates)
+    def __init__(self, body: TimingFields, serving: Serving, resolved: ResolvedRequest) -> None:
+        super().__init__(resolved, stream=body.stream, n_candidates=body.n_candidates)
         self.head: Json = {
-            "id": response_id,
+            "id": resolved.id,
             "created": int(time.time()),
             "model": serving.name,
             "system_fingerprint": serving.fingerprint,

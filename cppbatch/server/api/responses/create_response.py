@@ -12,7 +12,7 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
 from cppbatch.server.answer.logprobs import TokenSplitter
-from cppbatch.server.answer.response import ContentBlocks, PreparedRequest, ResponseBuilder, generation, media_details
+from cppbatch.server.answer.response import ContentBlocks, ResponseBuilder, generation, media_details
 from cppbatch.server.api.responses.conversion import response_turn
 from cppbatch.server.api.responses.output_items import OutputItems
 from cppbatch.server.api.responses.tools import UsedTools
@@ -38,13 +38,13 @@ from cppbatch.server.api.responses.types import (
 from cppbatch.server.http.api_errors import api_error
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import ResolvedTurn, Serving
+from cppbatch.server.models.serving import ResolvedRequest, Serving
 
 routes = Routes()
 
 
 @generation(routes, "/v1/responses", ResponsesRequest, ResponsesResponse, in_batches=True, also=("/responses",))
-async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
+async def prepare_response(body: ResponsesRequest, serving: Serving) -> ResponsesBuilder:
     """Generate the next assistant message, in the Responses API.
 
     Raises `InvalidRequest`.
@@ -52,23 +52,16 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     serving.check(body)
     serving.check_size(body)
     tools = body.used_tools()
-    turn = await serving.resolve(response_turn(body, tools), body, "resp_")
-    return PreparedRequest(
-        turn.requests,
-        ResponsesBuilder(body, serving.name, turn, tools),
-        stream=bool(body.stream),
-        field_names=turn.field_names,
-        ignored=(*body.ignored, *tools.left_out),
-    )
+    return ResponsesBuilder(body, serving.name, await serving.resolve(response_turn(body, tools), body, "resp_"), tools)
 
 
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesRequest, model: str, turn: ResolvedTurn, tools: UsedTools) -> None:
-        super().__init__()
-        self._started = _initial_response(turn.id, body, model, turn.requests[0].params, tools)
-        self._output = AssistantOutput(turn.chat)
+    def __init__(self, body: ResponsesRequest, model: str, resolved: ResolvedRequest, tools: UsedTools) -> None:
+        super().__init__(resolved, stream=body.stream, ignored=(*body.ignored, *tools.left_out))
+        self._started = _initial_response(resolved.id, body, model, resolved.requests[0].params, tools)
+        self._output = AssistantOutput(resolved.chat)
         self._blocks = ContentBlocks()
         self._items = OutputItems(tools)
         self._splitter = TokenSplitter() if body.wants_logprobs else None
