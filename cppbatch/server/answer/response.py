@@ -11,10 +11,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, client_names
+from cppbatch.server.answer.llama_result import Timings, timings
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.unknown import IGNORED
 from cppbatch.server.http.api_errors import api_error, json_response, openai_error
@@ -93,12 +95,30 @@ class ResponseBuilder(ABC):
         """The events that a stream sends for a recorded event of the engine."""
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """The last events of a stream, when all completions have ended."""
+        """The events of a stream when all completions have ended."""
         return []
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """The last events of a stream that cannot continue."""
+        """The events of a stream that cannot continue."""
         return [ServerSentEvent(openai_error(api_error(error)))]
+
+    stream_tail: tuple[ServerSentEvent, ...] = ()
+    """Sent after `stream_end` or `stream_error`."""
+
+    def timings(self, index: int = 0) -> Timings | UnsetType:
+        """The times of a finished completion."""
+        usage = self.last_events[index].usage
+        return timings(usage) if usage else UNSET
+
+    def run(self, lease: ModelLease) -> AsyncGenerator[Event, None]:
+        """The events of the requests under the rules of the client's key. Raises as `ModelLease.apply_key_rules`."""
+        return run_requests(
+            lease.serving.client,
+            lease.apply_key_rules(self.requests),
+            n_candidates=self.n_candidates,
+            check_first=bool(self.stream),
+            waited=lease.waited,
+        )
 
     async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
         """The body of the non-streamed response, after all completions have ended. `observe` is called with each event.
@@ -170,22 +190,16 @@ async def respond(
     request: web.Request,
     lease: ModelLease,
     builder: ResponseBuilder,
-    events: AsyncGenerator[Event, None] | None = None,
     *,
     ping_seconds: int | None = None,
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
-    `events`: the events of the engine requests, if the endpoint calls `run_requests` itself, with its own options and
-    after applying the key's rules (`ModelLease.apply_key_rules`). `ping_seconds`: the request's `sse_ping_interval`;
-    None: the server's.
+    `ping_seconds`: the request's `sse_ping_interval`; None: the server's.
     """
     serving = lease.serving
     request[IGNORED] += builder.ignored
-    if events is None:
-        requests, n = lease.apply_key_rules(builder.requests), builder.n_candidates
-        check_first = bool(builder.stream)
-        events = run_requests(serving.client, requests, n_candidates=n, check_first=check_first, waited=lease.waited)
+    events = builder.run(lease)
     with request.app[METRICS].observe(endpoint_of(request), len(builder.requests), serving.name) as observe:
         if not builder.stream:
             return json_response(await builder.gather(events, observe))
@@ -228,12 +242,12 @@ class _Stream:
                         observe(index, event)
                         builder.record(index, event)
                         await self._send(builder.stream_events(index, event))
-                await self._send(builder.stream_end())
+                await self._send([*builder.stream_end(), *builder.stream_tail])
             except ConnectionResetError:
                 raise
             except Exception as error:
                 self._has_started = True  # the error is all that there is
-                await self._send(builder.stream_error(error))
+                await self._send([*builder.stream_error(error), *builder.stream_tail])
             finally:
                 if pings:
                     pings.cancel()

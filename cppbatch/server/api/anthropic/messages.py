@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
+from cppbatch.server.answer.llama_result import StreamTimings, Timings
 from cppbatch.server.answer.response import (
     BlockChange,
     ContentBlock,
@@ -117,7 +117,7 @@ class MessagesBuilder(ResponseBuilder):
             stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence,
             usage=self._usage(),
-            timings=self._timings(),
+            timings=self.timings(),
         )
 
     starts_with_counts = True
@@ -147,7 +147,7 @@ class MessagesBuilder(ResponseBuilder):
 
     def stream_end(self) -> list[ServerSentEvent]:
         """Returns `message_delta` with the usage, and `message_stop`."""
-        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self._timings())
+        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self.timings())
         return [_to_sse(end), _to_sse(MessageStop())]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
@@ -157,9 +157,9 @@ class MessagesBuilder(ResponseBuilder):
         changes = self._blocks.read(self._output.read(event))
         return [*changes, *self._blocks.close()] if event.finish_reason else changes
 
-    def _timings(self) -> Timings | UnsetType:
-        usage = self.last_events[0].usage
-        return timings(usage) if self._shows_timings and usage else UNSET
+    def timings(self, index: int = 0) -> Timings | UnsetType:
+        """Only with `timings_per_token`."""
+        return super().timings(index) if self._shows_timings else UNSET
 
     def _end(self) -> MessageEnd:
         stop = self.last_events[0].stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -33,7 +33,7 @@ from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.models.serving import ChatTools, ResolvedRequest, Serving, new_id
-from cppbatch.server.run_requests import run_requests
+from cppbatch.server.run_requests import Event, run_requests
 
 # --- generate batch --------------------------------------------------------------------------------------------------
 
@@ -88,15 +88,7 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
             chat and chat.format, lambda: prepare_batch(items, lease, chat, stream=bool(body.stream))
         )
         with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
-            events = run_requests(
-                lease.serving.client,
-                builder.requests,
-                wait_when_full=True,
-                errors_as_events=True,
-                cancelled=batch.cancelled,
-                waited=lease.waited,
-            )
-            return await respond(request, lease, builder, events)
+            return await respond(request, lease, builder)
 
 
 class ReadItems(NamedTuple):
@@ -157,6 +149,8 @@ class GenerateBatchBuilder(ResponseBuilder):
     `request_items`: for each engine request, the index of its item.
     """
 
+    stream_tail = (DONE,)
+
     def __init__(
         self,
         resolved: ResolvedRequest,
@@ -170,6 +164,17 @@ class GenerateBatchBuilder(ResponseBuilder):
         self._items, self._request_items, self._batch = items, request_items, batch
         self._began = perf_counter()
         self._errors: dict[int, ErrorDetail] = {}  # by item
+
+    def run(self, lease: ModelLease) -> AsyncGenerator[Event, None]:
+        """Items wait while the queue is full. The rules of the key have been applied to each."""
+        return run_requests(
+            lease.serving.client,
+            self.requests,
+            wait_when_full=True,
+            errors_as_events=True,
+            cancelled=self._batch.cancelled,
+            waited=lease.waited,
+        )
 
     def set_error(self, item: int, error: Exception) -> None:
         """Sets the error as the result of an item."""
@@ -212,12 +217,8 @@ class GenerateBatchBuilder(ResponseBuilder):
         return [ServerSentEvent(text_result(BatchResult, [event], index=i))] if has_content(event) else []
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """Returns the totals and `[DONE]`."""
-        return [ServerSentEvent(self._totals(BatchTotals)), DONE]
-
-    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """Ends with `[DONE]` after the error."""
-        return [*super().stream_error(error), DONE]
+        """Returns the totals."""
+        return [ServerSentEvent(self._totals(BatchTotals))]
 
     def _totals(self, kind: type[Totals], **fields: Any) -> Totals:
         seconds, n = perf_counter() - self._began, len(self._items)

@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.cluster.engines.client import EngineClient
@@ -30,14 +29,13 @@ from cppbatch.server.answer.mixed_prompts import (
     prompts_of,
     tokenize,
 )
-from cppbatch.server.answer.response import Json, ResponseBuilder, respond
+from cppbatch.server.answer.response import Json, ResponseBuilder, generation
 from cppbatch.server.api.llama_server.fields import LlamaFields, to_sampling_fields
-from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.served import ModelLease, lease_model
+from cppbatch.server.models.served import ModelLease
 from cppbatch.server.models.serving import Prompt, ResolvedRequest, Serving, new_id
-from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.run_requests import Event
 
 routes = Routes()
 
@@ -63,33 +61,12 @@ COMPLETION: Json = {
 """The response of `/completion`, for `Routes.post`."""
 
 
-@routes.post("/completion", body=LlamaCompletionRequest, also=("/completions",), **COMPLETION)
-async def llama_completion(request: web.Request) -> web.StreamResponse:
-    """Complete one or more prompts."""
-    body = await read_json(request, LlamaCompletionRequest)
-    with await lease_model(request, body) as lease:
-        return await respond_to_completion(request, lease, body, await _prepare_completion(body, lease.serving))
-
-
-async def respond_to_completion(
-    request: web.Request, lease: ModelLease, body: LlamaFields, builder: ResponseBuilder
-) -> web.StreamResponse:
-    """Runs the engine requests, with the body's time limit, and sends the response."""
-    seconds = (body.t_max_predict_ms or 0) / 1000
-    events = None
-    if seconds > 0:
-        requests, n = lease.apply_key_rules(builder.requests), builder.n_candidates
-        events = _run_with_time_limit(lease.serving.client, requests, n, seconds, lease.waited)
-    return await respond(request, lease, builder, events, ping_seconds=body.sse_ping_interval)
-
-
-async def _run_with_time_limit(
-    client: EngineClient, requests: list[GenerationRequest], n_candidates: int, seconds: float, waited: float
+async def _limit_time(
+    client: EngineClient, requests: list[GenerationRequest], running: AsyncGenerator[Event, None], seconds: float
 ) -> AsyncGenerator[Event, None]:
-    """Like `run_requests`, but ends each completion at the first newline more than `seconds` after its first token."""
+    """The events, with each completion ended at the first newline more than `seconds` after its first token."""
     first_token_at: dict[int, float] = {}
     out_of_time: set[int] = set()  # requests cancelled here
-    running = run_requests(client, requests, n_candidates=n_candidates, check_first=True, waited=waited)
     async with contextlib.aclosing(running) as events:
         async for index, event in events:
             if index in out_of_time and event.finish_reason is FinishReason.CANCELLED:
@@ -103,8 +80,12 @@ async def _run_with_time_limit(
                 await client.cancel(requests[index].id)
 
 
-async def _prepare_completion(body: LlamaCompletionRequest, serving: Serving) -> LlamaCompletionBuilder:
-    """Raises `InvalidRequest`."""
+@generation(routes, "/completion", LlamaCompletionRequest, also=("/completions",), **COMPLETION)
+async def prepare_completion(body: LlamaCompletionRequest, serving: Serving) -> LlamaCompletionBuilder:
+    """Complete one or more prompts.
+
+    Raises `InvalidRequest`.
+    """
     prompts, most = prompts_of(body.prompt), serving.limits.max_prompts_per_batch
     if len(prompts) > most:
         raise InvalidRequest(
@@ -162,6 +143,14 @@ class LlamaCompletionBuilder(ResponseBuilder):
         self._prompt_only = body.n_predict == 0  # the events contain the echoed prompt, which is omitted
         self._results = LlamaResults(body, self.requests, prompts, serving, return_tokens=bool(body.return_tokens))
         self._timings = StreamTimings(body)
+        self._seconds = (body.t_max_predict_ms or 0) / 1000
+
+    def run(self, lease: ModelLease) -> AsyncGenerator[Event, None]:
+        """The events of the requests, with the body's time limit."""
+        events = super().run(lease)
+        if self._seconds <= 0:
+            return events
+        return _limit_time(lease.serving.client, self.requests, events, self._seconds)
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Records the result without an echoed prompt."""
@@ -253,14 +242,13 @@ class InfillRequest(LlamaFields, kw_only=True):
     input_extra: list[ExtraText] | None = None
 
 
-@routes.post("/infill", body=InfillRequest, **COMPLETION)
-async def infill(request: web.Request) -> web.StreamResponse:
-    """Complete the text between a prefix and a suffix."""
-    body = await read_json(request, InfillRequest)
-    with await lease_model(request, body) as lease:
-        prompt = LlamaPrompt(await _infill_prompt(lease.serving, body))
-        builder = await prepare_llama_completion(body, lease.serving, [prompt])
-        return await respond_to_completion(request, lease, body, builder)
+@generation(routes, "/infill", InfillRequest, **COMPLETION)
+async def prepare_infill(body: InfillRequest, serving: Serving) -> LlamaCompletionBuilder:
+    """Complete the text between a prefix and a suffix.
+
+    Raises `InvalidRequest`.
+    """
+    return await prepare_llama_completion(body, serving, [LlamaPrompt(await _infill_prompt(serving, body))])
 
 
 async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPiece]:

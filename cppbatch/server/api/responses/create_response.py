@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
-from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
+from cppbatch.server.answer.llama_result import StreamTimings
 from cppbatch.server.answer.logprobs import TokenSplitter
 from cppbatch.server.answer.response import ContentBlocks, ResponseBuilder, generation, media_details
 from cppbatch.server.api.responses.conversion import response_turn
@@ -72,7 +72,7 @@ class ResponsesBuilder(ResponseBuilder):
     def build(self, completions: list[list[GenerationEvent]]) -> ResponsesResponse:
         for event in completions[0]:
             self._read(event)
-        return msgspec.structs.replace(self._final_response(), timings=self._timings())
+        return msgspec.structs.replace(self._final_response(), timings=self.timings())
 
     def stream_start(self) -> list[ServerSentEvent]:
         """Returns `response.created`, and `response.in_progress` unless the next event includes it."""
@@ -95,7 +95,7 @@ class ResponsesBuilder(ResponseBuilder):
         """Returns `response.completed` or `response.incomplete`."""
         response = self._final_response()
         last = ResponseCompleted if response.status == "completed" else ResponseIncomplete
-        return self._to_sse(last(response=response, timings=self._timings()))
+        return self._to_sse(last(response=response, timings=self.timings()))
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
         """Returns `response.failed` with the output so far."""
@@ -129,10 +129,6 @@ class ResponsesBuilder(ResponseBuilder):
             event.sequence_number = self._n_events
             self._n_events += 1
         return [ServerSentEvent(event, str(event.__struct_config__.tag)) for event in events]
-
-    def _timings(self) -> Timings | UnsetType:
-        usage = self.last_events[0].usage
-        return timings(usage) if usage else UNSET
 
     @property
     def _is_complete(self) -> bool:
