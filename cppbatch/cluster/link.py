@@ -89,28 +89,23 @@ else:
             """Checks nothing."""
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run this request, or continue it where an earlier worker stopped. All its messages and events have its id: a
-    decimal number assigned by the server (`InFlightRequest.id`)."""
-
+class _WithRequest(msgspec.Struct, frozen=True):
     request: ValidRequest
+
+    @property
+    def id(self) -> str:
+        """The id of the request, in all its messages and events: a decimal number (`InFlightRequest.id`)."""
+        return self.request.id
+
+
+class Submit(_WithRequest, frozen=True, tag=True):
+    """Run this request, or continue it where an earlier worker stopped."""
+
     resume: ResumeState
 
-    @property
-    def id(self) -> str:
-        """The id of the request."""
-        return self.request.id
 
-
-class Check(msgspec.Struct, frozen=True, tag=True):
+class Check(_WithRequest, frozen=True, tag=True):
     """Check whether this request can run; the answer is `Checked` or `Refused`."""
-
-    request: ValidRequest
-
-    @property
-    def id(self) -> str:
-        """The id of the request."""
-        return self.request.id
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):

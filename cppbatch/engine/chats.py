@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -93,14 +93,6 @@ class ChatOptions(RequestOptions, total=False):
     """Read the texts of control tokens in messages and tools as these tokens."""
 
 
-class ChatRequest(NamedTuple):
-    """A conversation as an engine request."""
-
-    request: GenerationRequest
-    chat: PreparedChat
-    """Creates the parser of the answer, and names the conversation's fields in errors."""
-
-
 class ChatRequests:
     """Creates requests from conversations with the same options. Raises `InvalidRequest` for invalid options."""
 
@@ -125,9 +117,14 @@ class ChatRequests:
             field_names={"response_format": "json_schema"},
         )
 
-    def request(self, request_id: str, conversation: Conversation, params: Params) -> ChatRequest:
-        """The request for a conversation. A JSON schema in `params` applies to the answer: the model may reason before
-        it, or call tools instead. Raises `InvalidRequest`."""
+    def request(
+        self, request_id: str, conversation: Conversation, params: Params
+    ) -> tuple[GenerationRequest, PreparedChat]:
+        """The request for a conversation, and its rendered form, which creates the parser of the answer.
+
+        A JSON schema in `params` applies to the answer: the model may reason before it, or call tools instead. Raises
+        `InvalidRequest`.
+        """
         params = sampling_params(params)
         messages = convert(with_files(self._messages(conversation)), list[ChatMessage], "messages")
         turn = replace(
@@ -136,10 +133,8 @@ class ChatRequests:
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
         )
         chat = self._format.render(turn)
-        prompt_params = _params_of_chat(params, chat)
-        return ChatRequest(
-            GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat
-        )
+        params = _params_of_chat(params, chat)
+        return GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=params, **self._options), chat
 
     def _messages(self, conversation: Conversation) -> list[Message]:
         if isinstance(conversation, str):

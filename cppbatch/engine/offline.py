@@ -18,7 +18,6 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.chats import (
     ChatOptions,
-    ChatRequest,
     ChatRequests,
     Conversation,
     PromptOrMessages,
@@ -287,16 +286,16 @@ def _prepare(engine: RequestEngine, prompt: PromptOrMessages, params: Params, op
     request_id = engine.new_request_id()
     if is_conversation(prompt):
         chats = ChatRequests(engine.chat_format(), cast(ChatOptions, options))
-        return prepare_chat(engine, chats.request(request_id, cast(Conversation, prompt), params))
+        return prepare_chat(engine, *chats.request(request_id, cast(Conversation, prompt), params))
     plain = cast(Prompt, prompt)
     request = GenerationRequest(id=request_id, prompt=plain, params=sampling_params(params), **options)
     return Prepared(engine.prepare(request))
 
 
-def prepare_chat(engine: RequestEngine, made: ChatRequest) -> Prepared:
+def prepare_chat(engine: RequestEngine, request: GenerationRequest, chat: PreparedChat) -> Prepared:
     """A conversation's request as a sequence. Raises `InvalidRequest`."""
-    with client_names(made.chat.field_names):
-        return Prepared(engine.prepare(made.request), made.chat)
+    with client_names(chat.field_names):
+        return Prepared(engine.prepare(request), chat)
 
 
 def _prepare_all(
