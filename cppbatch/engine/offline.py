@@ -351,7 +351,7 @@ class _Requests:
     """The requests of one call. Receives their events, whichever thread steps the engine."""
 
     def __init__(self, engine: RequestEngine) -> None:
-        self._core, self._turns = engine.core, engine.turns
+        self._core, self._access = engine.core, engine.access
         self._inbox: deque[GenerationEvent] = deque()
         self.running: set[str] = set()
         """Ids of the requests whose last event has not been returned yet."""
@@ -361,7 +361,7 @@ class _Requests:
 
         Raises `RuntimeError` if called within a step.
         """
-        self._turns.check_outside()
+        self._access.check_outside()
 
         def add() -> None:
             for sequence in sequences:
@@ -369,11 +369,11 @@ class _Requests:
                 self._core.outputs.reserve(sequence.id, self._inbox)
                 self.running.add(sequence.id)
 
-        self._turns.run(add)
+        self._access.run(add)
 
     def next_event(self) -> GenerationEvent:
         """The next event of any of the requests. Steps the engine, or waits while another thread does."""
-        self._turns.until(lambda: bool(self._inbox), self._step)
+        self._access.until(lambda: bool(self._inbox), self._step)
         event = self._inbox.popleft()
         if event.finish_reason:
             self.running.discard(event.request_id)
@@ -387,7 +387,7 @@ class _Requests:
     def close(self) -> None:
         """Cancels the unfinished requests."""
         if self.running:
-            self._turns.soon(self._cancel)
+            self._access.soon(self._cancel)
 
     def _step(self) -> None:
         self._core.step()

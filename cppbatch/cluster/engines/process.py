@@ -42,6 +42,7 @@ from cppbatch.cluster.link import (
 )
 from cppbatch.cluster.rules import check_times
 from cppbatch.config import EngineConfig
+from cppbatch.engine.access import OwnProcess
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats
@@ -54,7 +55,6 @@ from cppbatch.engine.request import (
     ResumeState,
     TokenPiece,
 )
-from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 from cppbatch.unclosed import warn_unclosed
