@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -83,19 +83,16 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
     with await lease_model(request, body) as lease:
         # on threads: 256 items with large fields take seconds
         items = await asyncio.to_thread(read_items, body, lease.serving)
-        chat = await chat_tools(lease.serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
-        builder, batch = await lease.serving.client.render(
+        chat = await chat_tools(lease.serving, [its for _, its in items if isinstance(its, GenerateRequest)])
+        builder = await lease.serving.client.render(
             chat and chat.format, lambda: prepare_batch(items, lease, chat, stream=bool(body.stream))
         )
-        with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
+        with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, builder.batch):
             return await respond(request, lease, builder)
 
 
-class ReadItems(NamedTuple):
-    """The items of a batch, and the errors of those without a body."""
-
-    items: list[BatchItem]
-    bodies: list[GenerateRequest | InvalidRequest]
+ReadItems = list[tuple[BatchItem, GenerateRequest | InvalidRequest]]
+"""The items of a batch with their bodies, or why they have none."""
 
 
 def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
@@ -103,25 +100,23 @@ def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
     items = batch_items(body, serving.limits)
     check_fields(body, serving)
     serving.params(body)
-    bodies: list[GenerateRequest | InvalidRequest] = []
+    read: ReadItems = []
     for item in items:
         try:
-            bodies.append(item.body())
+            read.append((item, item.body()))
         except InvalidRequest as error:
-            bodies.append(error)
-    return ReadItems(items, bodies)
+            read.append((item, error))
+    return read
 
 
-def prepare_batch(
-    read: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool
-) -> tuple[GenerateBatchBuilder, RunningBatch]:
+def prepare_batch(items: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool) -> GenerateBatchBuilder:
     """Engine requests for the valid items, and a builder with the errors of the others.
 
     `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
-    name, items, serving = new_id("batch-"), read.items, lease.serving
+    name, serving = new_id("batch-"), lease.serving
     requests: dict[int, GenerationRequest] = {}
     errors: dict[int, InvalidRequest] = {}
-    for i, fields in enumerate(read.bodies):
+    for i, (_, fields) in enumerate(items):
         try:
             if isinstance(fields, InvalidRequest):
                 raise fields
@@ -132,36 +127,28 @@ def prepare_batch(
         except InvalidRequest as error:
             errors[i] = error
     refuse_large([request.prompt for request in requests.values()], 1, serving.limits)
-    batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), serving.client.cancel)
-    resolved = ResolvedRequest(name, [*requests.values()], {})
-    builder = GenerateBatchBuilder(resolved, items, [*requests], batch, stream=stream)
+    builder = GenerateBatchBuilder([item for item, _ in items], requests, serving.client.cancel, stream=stream)
     for i, why in errors.items():
         builder.set_error(i, why)
-    return builder, batch
+    return builder
 
 
+Cancel = Callable[[str], Awaitable[None]]
 Totals = TypeVar("Totals", bound=BatchTotals)
 
 
 class GenerateBatchBuilder(ResponseBuilder):
-    """Builds the response of `/generate/batch`. An item that fails has an error as its result.
-
-    `request_items`: for each engine request, the index of its item.
-    """
+    """Builds the response of `/generate/batch`. An item that fails has an error as its result."""
 
     stream_tail = (DONE,)
 
     def __init__(
-        self,
-        resolved: ResolvedRequest,
-        items: list[BatchItem],
-        request_items: list[int],
-        batch: RunningBatch,
-        *,
-        stream: bool,
+        self, items: list[BatchItem], requests: dict[int, GenerationRequest], cancel: Cancel, *, stream: bool
     ) -> None:
-        super().__init__(resolved, stream=stream)
-        self._items, self._request_items, self._batch = items, request_items, batch
+        """`requests`: for each valid item, by its index. `cancel`: ends an engine request by its id."""
+        super().__init__(ResolvedRequest("", [*requests.values()], {}), stream=stream)
+        self._items, self._request_items = items, [*requests]
+        self.batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), cancel)
         self._began = perf_counter()
         self._errors: dict[int, ErrorDetail] = {}  # by item
 
@@ -172,7 +159,7 @@ class GenerateBatchBuilder(ResponseBuilder):
             self.requests,
             wait_when_full=True,
             errors_as_events=True,
-            cancelled=self._batch.cancelled,
+            cancelled=self.batch.cancelled,
             waited=lease.waited,
         )
 
@@ -185,7 +172,7 @@ class GenerateBatchBuilder(ResponseBuilder):
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Makes a failure the item's result. The client may have cancelled the item."""
-        if event.finish_reason is FinishReason.CANCELLED and self._batch.has_cancelled(self._request_items[index]):
+        if event.finish_reason is FinishReason.CANCELLED and self.batch.has_cancelled(self._request_items[index]):
             self.last_events[index] = event
             return
         try:
@@ -245,7 +232,7 @@ class GenerateBatchBuilder(ResponseBuilder):
 class RunningBatch:
     """The ids of a running batch's engine requests, by item. Invalid items have none."""
 
-    def __init__(self, ids: dict[int, str], n_items: int, cancel: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, ids: dict[int, str], n_items: int, cancel: Cancel) -> None:
         """`cancel`: ends an engine request by its id."""
         self.n_items = n_items
         self.cancelled: set[str] = set()
