@@ -153,9 +153,10 @@ class InvalidRequest(CppBatchError, ValueError):
 
 
 def client_name(field: str, names: Mapping[str, str]) -> str:
-    """The client's name for a field. `names`: {a field, or a part of one between dots and brackets: the client's}."""
-    parts = "|".join(re.escape(part) + r"\b" * (part[-1] not in "].") for part in sorted(names, reverse=True))
-    return re.sub(rf"\b(?:{parts})", lambda found: names[found[0]], field) if parts else field
+    """The client's name for a field. `names`: {the start of a field, or with a dot a part of one: the client's}."""
+    starts = {part: r"\b" if "." in part else "^" for part in sorted(names, reverse=True)}
+    parts = (start + re.escape(part) + r"\b" * (part[-1] not in "].") for part, start in starts.items())
+    return re.sub("|".join(parts), lambda found: names[found[0]], field) if names else field
 
 
 @contextlib.contextmanager

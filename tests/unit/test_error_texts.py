@@ -84,6 +84,7 @@ NAMES = {
         "tools[1].function.name": "tools[3].tools[0].name",
         "tools[10].function.parameters.type": "tools[4].input_schema.type",
         "tools[100].function": "tools[100].function",
+        "tools[10].function.parameters.properties.prompt": "tools[4].input_schema.properties.prompt",
         "seed": "seed",
     }.items(),
 )
