@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -148,6 +150,24 @@ class InvalidRequest(CppBatchError, ValueError):
     def with_field(self, field: str) -> InvalidRequest:
         """The same error with another field name."""
         return InvalidRequest(field, self.message, self.overflow)
+
+
+def client_name(field: str, names: Mapping[str, str]) -> str:
+    """The client's name for a field. `names`: {the start of a field, or with a dot a part of one: the client's}."""
+    starts = {part: r"\b" if "." in part else "^" for part in sorted(names, reverse=True)}
+    parts = (start + re.escape(part) + r"\b" * (part[-1] not in "].") for part, start in starts.items())
+    return re.sub("|".join(parts), lambda found: names[found[0]], field) if names else field
+
+
+@contextlib.contextmanager
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
+    """A context that replaces the engine's field names in `InvalidRequest` by the client's (`client_name`)."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if (field := client_name(error.field, names)) == error.field:
+            raise
+        raise error.with_field(field) from error
 
 
 class RequestCancelled(CppBatchError):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -24,7 +23,7 @@ from cppbatch.chat.tool_formats.learned import LearnedFormat
 from cppbatch.chat.tool_formats.pythonic import OF_TEMPLATES, PythonicFormat
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 from cppbatch.chat.tools import ToolChoice, callable_tools, check_satisfiable
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import client_name, client_names
 from cppbatch.generation_schema import simplify
 
 Json = dict[str, Any]
@@ -63,20 +62,7 @@ class ChatTurn(msgspec.Struct, frozen=True):
     """Read the texts of control tokens, such as `<|im_end|>`, in messages and tools as these tokens. None: no, unless
     the server does by default."""
     field_names: dict[str, str] = msgspec.field(default_factory=dict)
-    """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors."""
-
-    @contextlib.contextmanager
-    def client_names(self) -> Iterator[None]:
-        """A context that replaces field names in errors by the client's."""
-        try:
-            yield
-        except InvalidRequest as error:
-            raise error.with_field(self.client_name(error.field)) from error
-
-    def client_name(self, name: str) -> str:
-        """The client's name for a field of OpenAI's chat completions."""
-        ours = re.compile("|".join(map(re.escape, self.field_names)))
-        return ours.sub(lambda found: self.field_names[found[0]], name) if self.field_names else name
+    """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors (`client_names`)."""
 
 
 class PreparedChat(msgspec.Struct, frozen=True):
@@ -90,8 +76,8 @@ class PreparedChat(msgspec.Struct, frozen=True):
     """The texts, images and audio of the prompt, in order; None: text only."""
     params: Json = msgspec.field(default_factory=dict)
     """Fields for `SamplingParams`: possibly a grammar, and the control tokens to include in the text."""
-    renames: dict[str, str] = msgspec.field(default_factory=dict)
-    """{a field of `params`, or the prompt: the client's name for its source}, for error messages."""
+    field_names: dict[str, str] = msgspec.field(default_factory=dict)
+    """{a field of `params`, or the prompt: the client's name for its source}, for errors (`client_names`)."""
 
 
 class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +139,11 @@ class ChatFormat:
         return self.reasoning_tags.markers if self.reasoning_tags else ()
 
     def render(self, turn: ChatTurn) -> PreparedChat:
-        """Renders the prompt of the assistant's next message. Raises `InvalidRequest`, whose field has OpenAI's
-        name (`ChatTurn.client_names`)."""
+        """Renders the prompt of the assistant's next message. Raises `InvalidRequest` with the client's field name."""
+        with client_names(turn.field_names):
+            return self._render_turn(turn)
+
+    def _render_turn(self, turn: ChatTurn) -> PreparedChat:
         choice, variables = turn.choice, turn.variables
         functions, schemas, custom = callable_tools(turn.tools, choice)
         last, continue_final_message = turn.messages[-1], turn.continue_final_message
@@ -191,20 +180,20 @@ class ChatFormat:
             if budget and turn.thinking_message:
                 budget = msgspec.structs.replace(budget, closing=turn.thinking_message + budget.closing)
             params["reasoning_budget"] = budget
-        renames = {"prompt": turn.client_name("messages")}
+        names = {"prompt": client_name("messages", turn.field_names)}
         strict = frozenset(each["name"] for tool in functions if (each := tool["function"]).get("strict"))
         lark = LarkGrammar(self.token_ids or {}, strict=strict)
         read = schemas if turn.reads_answer else {}
         if choice.mode == "required" and turn.reads_answer:
             params["grammar"] = self._calls_grammar(lark, schemas, state, several=choice.parallel)
-            renames["grammar"] = "tools"
+            names["grammar"] = "tools"
         elif turn.schema is not None:
             params |= self._answer_params(lark, turn.schema, read, state, several=choice.parallel)
-            renames |= dict.fromkeys(("grammar", "json_schema"), turn.client_name("response_format"))
+            names |= dict.fromkeys(("grammar", "json_schema"), client_name("response_format", turn.field_names))
         elif read and (any(map(has_grammar, custom.values())) or (strict and not self.tool_format.start_prefixes)):
             # Not strict if calls have no marker, because text could then not start with a bracket or a fence.
             params["grammar"] = self._text_or_calls_grammar(lark, schemas, state, several=choice.parallel)
-            renames["grammar"] = "tools"
+            names["grammar"] = "tools"
         elif read:
             params["lazy_grammar"] = self._lazy_grammar(schemas, state, several=choice.parallel)
 
@@ -222,7 +211,7 @@ class ChatFormat:
             output_parser=output_parser,
             parts=parts,
             params=params,
-            renames=renames,
+            field_names=names,
         )
 
     def _hide_control_tokens(self, placeholders: Placeholders, message: Json) -> Json:

@@ -24,6 +24,7 @@ from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
+from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, ResumeState, TokenPiece
 from cppbatch.errors import ContextOverflow, InvalidRequest
 
@@ -63,28 +64,48 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run this request, or continue it where an earlier worker stopped. All its messages and events have its id: a
-    decimal number assigned by the server (`InFlightRequest.id`)."""
+if TYPE_CHECKING:
+    ValidRequest = GenerationRequest
+else:
 
-    request: GenerationRequest
+    class _ValidParams(SamplingParams, frozen=True, kw_only=True):
+        stop: tuple[str, ...] = ()
+        stop_token_ids: tuple[int, ...] = ()
+        suppress_tokens: tuple[int, ...] = ()
+        visible_tokens: tuple[str, ...] = ()
+        dry_sequence_breakers: tuple[str, ...] = ()
+        samplers: tuple[str, ...] = ()
+        guided_choice: tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            """Checks nothing."""
+
+    class ValidRequest(GenerationRequest, frozen=True, kw_only=True):
+        """A request as decoded: its sender has validated it, and made tuples of lists."""
+
+        params: _ValidParams
+
+        def __post_init__(self) -> None:
+            """Checks nothing."""
+
+
+class _WithRequest(msgspec.Struct, frozen=True):
+    request: ValidRequest
+
+    @property
+    def id(self) -> str:
+        """The id of the request, in all its messages and events: a decimal number (`InFlightRequest.id`)."""
+        return self.request.id
+
+
+class Submit(_WithRequest, frozen=True, tag=True):
+    """Run this request, or continue it where an earlier worker stopped."""
+
     resume: ResumeState
 
-    @property
-    def id(self) -> str:
-        """The id of the request."""
-        return self.request.id
 
-
-class Check(msgspec.Struct, frozen=True, tag=True):
+class Check(_WithRequest, frozen=True, tag=True):
     """Check whether this request can run; the answer is `Checked` or `Refused`."""
-
-    request: GenerationRequest
-
-    @property
-    def id(self) -> str:
-        """The id of the request."""
-        return self.request.id
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
@@ -376,7 +397,7 @@ class WorkerLink:
     def receive(self) -> ToWorker:
         """Waits for the next message.
 
-        Answers a request that validation refuses here, though it did not in the server: an exception would end this
+        Refuses a request with a value of a wrong type, which the server does not check: an exception would end this
         worker, and each later one that gets the request.
         """
         while True:
@@ -389,9 +410,7 @@ class WorkerLink:
                 if request_id is None:
                     raise
                 log.warning("refused a request that cannot be decoded: %s", error)
-                why = error.__cause__
-                invalid = why if isinstance(why, InvalidRequest) else InvalidRequest("request", f"is invalid: {error}")
-                self.send(refusal(request_id, invalid))
+                self.send(refusal(request_id, InvalidRequest("request", f"is invalid: {error}")))
 
     def flush(self) -> None:
         """Sends the queued messages and closes the link for sending."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -44,7 +44,7 @@ from cppbatch.engine.request import (
     RequestOptions,
     TokenPiece,
 )
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import InvalidRequest, client_names
 from cppbatch.text_patterns import any_of
 from cppbatch.typed_json import convert
 
@@ -93,18 +93,6 @@ class ChatOptions(RequestOptions, total=False):
     """Read the texts of control tokens in messages and tools as these tokens."""
 
 
-class ChatRequest(NamedTuple):
-    """A conversation as an engine request."""
-
-    request: GenerationRequest
-    chat: PreparedChat
-    """Creates the parser of the answer."""
-
-    def rename_field(self, error: InvalidRequest) -> InvalidRequest:
-        """The engine's error, naming the conversation's field instead of the prompt's."""
-        return error.with_field(self.chat.renames.get(error.field, error.field))
-
-
 class ChatRequests:
     """Creates requests from conversations with the same options. Raises `InvalidRequest` for invalid options."""
 
@@ -129,9 +117,14 @@ class ChatRequests:
             field_names={"response_format": "json_schema"},
         )
 
-    def request(self, request_id: str, conversation: Conversation, params: Params) -> ChatRequest:
-        """The request for a conversation. A JSON schema in `params` applies to the answer: the model may reason before
-        it, or call tools instead. Raises `InvalidRequest`."""
+    def request(
+        self, request_id: str, conversation: Conversation, params: Params
+    ) -> tuple[GenerationRequest, PreparedChat]:
+        """The request for a conversation, and its rendered form, which creates the parser of the answer.
+
+        A JSON schema in `params` applies to the answer: the model may reason before it, or call tools instead. Raises
+        `InvalidRequest`.
+        """
         params = sampling_params(params)
         messages = convert(with_files(self._messages(conversation)), list[ChatMessage], "messages")
         turn = replace(
@@ -139,12 +132,9 @@ class ChatRequests:
             messages=local_media(conversation_of(messages)),
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
         )
-        with turn.client_names():
-            chat = self._format.render(turn)
-        prompt_params = _params_of_chat(params, chat)
-        return ChatRequest(
-            GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat
-        )
+        chat = self._format.render(turn)
+        params = _params_of_chat(params, chat)
+        return GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=params, **self._options), chat
 
     def _messages(self, conversation: Conversation) -> list[Message]:
         if isinstance(conversation, str):
@@ -164,10 +154,8 @@ def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParam
     """The params plus the requirements of the chat: possibly a grammar, and control tokens to include in the text."""
     visible = (*params.visible_tokens, *chat.params.get("visible_tokens", ()))
     required = {"json_schema": None} | chat.params | {"visible_tokens": visible}
-    try:
+    with client_names(chat.field_names):
         return replace(params, **required)
-    except InvalidRequest as error:
-        raise error.with_field(chat.renames.get(error.field, error.field)) from error
 
 
 def is_conversation(prompt: object) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence, Sized
 from time import perf_counter, thread_time
 
 from cppbatch.config import EngineConfig, KvLayout, disk_folder
+from cppbatch.engine.access import OwnProcess
 from cppbatch.engine.disk.folder import PrefixFolder
 from cppbatch.engine.disk.prefixes import DiskPrefixes
 from cppbatch.engine.disk.slots import Slots, StateKey, weight_files
@@ -28,7 +29,6 @@ from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
 from cppbatch.engine.step_budget import StepBudgets
 from cppbatch.engine.step_plan import Chunk, StepPlan
 from cppbatch.engine.step_shape import step_shape
-from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
 from cppbatch.llama import Batch, EmbeddingBatch

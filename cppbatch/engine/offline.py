@@ -18,7 +18,6 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.chats import (
     ChatOptions,
-    ChatRequest,
     ChatRequests,
     Conversation,
     PromptOrMessages,
@@ -43,7 +42,7 @@ from cppbatch.engine.request import (
 )
 from cppbatch.engine.request_engine import RequestEngine
 from cppbatch.engine.sequence import Seq
-from cppbatch.errors import GenerationFailed, InvalidRequest
+from cppbatch.errors import GenerationFailed, InvalidRequest, client_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -287,18 +286,16 @@ def _prepare(engine: RequestEngine, prompt: PromptOrMessages, params: Params, op
     request_id = engine.new_request_id()
     if is_conversation(prompt):
         chats = ChatRequests(engine.chat_format(), cast(ChatOptions, options))
-        return prepare_chat(engine, chats.request(request_id, cast(Conversation, prompt), params))
+        return prepare_chat(engine, *chats.request(request_id, cast(Conversation, prompt), params))
     plain = cast(Prompt, prompt)
     request = GenerationRequest(id=request_id, prompt=plain, params=sampling_params(params), **options)
     return Prepared(engine.prepare(request))
 
 
-def prepare_chat(engine: RequestEngine, made: ChatRequest) -> Prepared:
+def prepare_chat(engine: RequestEngine, request: GenerationRequest, chat: PreparedChat) -> Prepared:
     """A conversation's request as a sequence. Raises `InvalidRequest`."""
-    try:
-        return Prepared(engine.prepare(made.request), made.chat)
-    except InvalidRequest as error:
-        raise made.rename_field(error) from error
+    with client_names(chat.field_names):
+        return Prepared(engine.prepare(request), chat)
 
 
 def _prepare_all(
@@ -354,7 +351,7 @@ class _Requests:
     """The requests of one call. Receives their events, whichever thread steps the engine."""
 
     def __init__(self, engine: RequestEngine) -> None:
-        self._core, self._turns = engine.core, engine.turns
+        self._core, self._access = engine.core, engine.access
         self._inbox: deque[GenerationEvent] = deque()
         self.running: set[str] = set()
         """Ids of the requests whose last event has not been returned yet."""
@@ -364,7 +361,7 @@ class _Requests:
 
         Raises `RuntimeError` if called within a step.
         """
-        self._turns.check_outside()
+        self._access.check_outside()
 
         def add() -> None:
             for sequence in sequences:
@@ -372,11 +369,11 @@ class _Requests:
                 self._core.outputs.reserve(sequence.id, self._inbox)
                 self.running.add(sequence.id)
 
-        self._turns.run(add)
+        self._access.run(add)
 
     def next_event(self) -> GenerationEvent:
         """The next event of any of the requests. Steps the engine, or waits while another thread does."""
-        self._turns.until(lambda: bool(self._inbox), self._step)
+        self._access.until(lambda: bool(self._inbox), self._step)
         event = self._inbox.popleft()
         if event.finish_reason:
             self.running.discard(event.request_id)
@@ -390,7 +387,7 @@ class _Requests:
     def close(self) -> None:
         """Cancels the unfinished requests."""
         if self.running:
-            self._turns.soon(self._cancel)
+            self._access.soon(self._cancel)
 
     def _step(self) -> None:
         self._core.step()

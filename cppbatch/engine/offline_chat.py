@@ -75,7 +75,7 @@ def chat(
     prepared: list[Prepared] = []
     for i, (conversation, its) in enumerate(zip(several, each_params, strict=True)):
         try:
-            prepared.append(prepare_chat(engine, requests.request(engine.new_request_id(), conversation, its)))
+            prepared.append(prepare_chat(engine, *requests.request(engine.new_request_id(), conversation, its)))
         except InvalidRequest as error:
             if is_one:
                 raise
@@ -101,6 +101,6 @@ def chat_stream(
     `ConfigError`, and at the first event `QueueFull`.
     """
     requests = ChatRequests(engine.chat_format(options.get("chat_template")), options)
-    prepared = prepare_chat(engine, requests.request(engine.new_request_id(), conversation, params))
+    prepared = prepare_chat(engine, *requests.request(engine.new_request_id(), conversation, params))
     assert prepared.chat
     return ChatStream(run(engine, [prepared.sequence], limited=True), prepared.chat)

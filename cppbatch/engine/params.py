@@ -5,7 +5,6 @@ Request fields, the OpenAPI document, llama-server's settings and command option
 
 import copy
 import difflib
-import functools
 import json
 import operator
 import secrets
@@ -235,10 +234,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, low, high, is_integer, is_optional in _NUMBERS:
-            if not is_optional or getattr(self, name) is not None:
+            value = getattr(self, name)
+            if type(value) is (int if is_integer else float) and low <= value <= high:
+                continue  # as in almost all requests
+            if not is_optional or value is not None:
                 number(self, name, low, high, integer=is_integer)
         for name in SWITCHES:
-            instance(self, name, bool, "true or false")
+            if type(getattr(self, name)) is not bool:
+                instance(self, name, bool, "true or false")
         _set_tuple(self, "stop", str, "a string or a list of strings")
         _set_tuple(self, "visible_tokens", str, "a list of strings")
         for name in ("stop_token_ids", "suppress_tokens"):
@@ -451,8 +454,7 @@ def _check_grammars(params: SamplingParams) -> None:
         if not params.guided_choice or "" in params.guided_choice:
             raise InvalidRequest("guided_choice", "must contain at least one string, and no empty strings")
     if params.json_schema is not None:
-        text = _schema_text(params.json_schema)
-        text = _compact_text(text) if params.compact_json else text
+        text = _schema_text(params.json_schema, compact=params.compact_json)
         msgspec.structs.force_setattr(params, "json_schema", text)
     for name in given:
         _check_grammar_length(name, getattr(params, name))
@@ -464,38 +466,23 @@ def _check_grammar_length(name: str, grammar: str | tuple[str, ...]) -> None:
         raise InvalidRequest(name, f"has {n_characters:,} characters; the limit is {MAX_GRAMMAR:,}")
 
 
-def _schema_text(schema: object) -> str:
+def _schema_text(schema: object, *, compact: bool) -> str:
     """The schema as JSON text with the same key order, which is the order of properties in the output."""
+    from cppbatch.json_bounds import excess  # imports numpy, which `import cppbatch` does without
+
     try:
         if isinstance(schema, str):
             _check_grammar_length("json_schema", schema)
-            return _reencode_schema(schema)
-        return _encode_schema(schema)
+            schema = json.loads(schema)
+        if not isinstance(schema, (dict, bool)):
+            raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema must be an object, true or false")
+        text = json.dumps(compact_schema(schema) if compact else schema, allow_nan=False, ensure_ascii=False)
     except RecursionError:
         raise InvalidRequest("json_schema", "is nested too deeply") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest("json_schema", f"is not valid JSON: {error}") from error
-
-
-@functools.lru_cache(maxsize=64)
-def _reencode_schema(text: str) -> str:
-    """Cached, because a worker gets the same text once per choice of a prompt."""
-    return _encode_schema(json.loads(text))
-
-
-@functools.lru_cache(maxsize=64)
-def _compact_text(text: str) -> str:
-    return _encode_schema(compact_schema(json.loads(text)))
-
-
-def _encode_schema(schema: object) -> str:
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema must be an object, true or false")
-    from cppbatch.json_bounds import excess  # imports numpy, which `import cppbatch` does without
-
-    text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
     if reason := excess(text.encode(errors="surrogatepass")):
         raise InvalidRequest("json_schema", reason)
     return text

@@ -21,11 +21,13 @@ OPTION_RANGES = {
     "priority": (-100, 100),
     "timeout": (0, _MAX_TIMEOUT),
     "queue_timeout": (0, _MAX_TIMEOUT),
-    "id_slot": (-1, INT32_MAX),
     "n_keep": (-1, INT32_MAX),
+    "id_slot": (-1, INT32_MAX),
     "n_discard": (0, INT32_MAX),
 }
 """Ranges of the numeric fields of `GenerationRequest`, except its params."""
+_IN_SECONDS = ("timeout", "queue_timeout")
+_OPTIONAL = (*_IN_SECONDS, "n_keep")
 
 BACKGROUND = OPTION_RANGES["priority"][1]
 """The lowest priority: for work that no client is waiting for."""
@@ -191,14 +193,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(
                 "prompt", f"is {format_value(self.prompt)}; it must be a string or a list of token ids"
             )
-        number(self, "priority", *OPTION_RANGES["priority"], integer=True)
-        for name in ("timeout", "queue_timeout"):
-            if getattr(self, name) is not None:
-                number(self, name, *OPTION_RANGES[name])
-        if self.n_keep is not None:
-            number(self, "n_keep", *OPTION_RANGES["n_keep"], integer=True)
-        number(self, "id_slot", *OPTION_RANGES["id_slot"], integer=True)
-        number(self, "n_discard", *OPTION_RANGES["n_discard"], integer=True)
+        for name, (low, high) in OPTION_RANGES.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                number(self, name, low, high, integer=name not in _IN_SECONDS)
         for name in ("clamp_max_tokens", "cache_prompt"):
             instance(self, name, bool, "true or false")
         if self.task not in get_args(Task):

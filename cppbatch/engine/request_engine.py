@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.config import EngineConfig
+from cppbatch.engine.access import EngineAccess, Result
 from cppbatch.engine.chats import ChatFormats
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.model_info import ModelInfo
@@ -29,7 +30,6 @@ from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.step_plan import StepPlan
-from cppbatch.engine.turns import Result, Turns
 from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.llama import apply_builtin_template
 from cppbatch.unclosed import close_at_exit, warn_unclosed
@@ -68,9 +68,9 @@ class RequestEngine:
             on_plan=on_plan,
             survives_failures=survives_failures,
         )
-        """The step loop. Changes to it require a turn."""
+        """The step loop. Changes to it require access (`EngineAccess`)."""
         close_at_exit(self)
-        self.turns = Turns(self.core.process)
+        self.access = EngineAccess(self.core.process)
         self._chat_formats = ChatFormats(self.info, apply_builtin_template)
         self._numbers = itertools.count(1)
 
@@ -154,9 +154,9 @@ class RequestEngine:
         return self._change(step)
 
     def _change(self, work: Callable[[], Result]) -> Result:
-        """Calls `work` in a turn. Raises `RuntimeError` in a callback of a step, whose sequences it would change."""
-        self.turns.check_outside()
-        return self.turns.run(work)
+        """Calls `work` with access. Raises `RuntimeError` in a callback of a step, whose sequences it would change."""
+        self.access.check_outside()
+        return self.access.run(work)
 
     def chat_format(self, template: str | None = None) -> ChatFormat:
         """The model's chat format: its template, tool calls and reasoning, or those of another template.
@@ -173,11 +173,11 @@ class RequestEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the current state."""
-        return self.turns.run(self.core.stats)
+        return self.access.run(self.core.stats)
 
     def live(self) -> LiveEngine:
         """The live state of the engine: sequences, queue and KV cell ownership."""
-        return self.turns.run(self.core.live)
+        return self.access.run(self.core.live)
 
     def clear_prefix_cache(self) -> None:
         """Removes all cached prefixes, and frees their cells and host memory."""
@@ -186,7 +186,7 @@ class RequestEngine:
     def close(self) -> None:
         """Cancels all requests and frees the model. Repeated calls, and calls in a fork, do nothing."""
         if not self.core.process.is_fork:
-            self.turns.soon(self.core.close)
+            self.access.soon(self.core.close)
 
     def __del__(self) -> None:
         core: EngineCore | None = self.__dict__.get("core")  # missing if loading failed

@@ -289,7 +289,7 @@ class Scheduler:
                 if budget <= 0 or (chunks and n > budget) or not has_cells:
                     continue
             else:
-                n_left = (min(end, sequence.stops[0]) if sequence.stops else end) - sequence.n_computed
+                n_left = (min(end, sequence.prefill_stops[0]) if sequence.prefill_stops else end) - sequence.n_computed
                 n = min(budget, n_left, _MAX_SCORED_TOKENS if sequence.is_scored else n_left)
                 n = shape.piece(sequence, n, n_left, room, has_rows=n_decode > 0)
             if n > 0:

@@ -184,6 +184,7 @@ class Seq:
         "output",
         "params",
         "prediction",
+        "prefill_stops",
         "prompt_logprobs",
         "rank",
         "reasoning",
@@ -193,7 +194,6 @@ class Seq:
         "saved",
         "seed",
         "seq_id",
-        "stops",
         "text",
         "tokens",
     )  # fmt: skip
@@ -246,7 +246,7 @@ class Seq:
         self.cells: Span | None = None
         self._status = SeqStatus.WAITING
         self.moving = False  # its keys and values are restored or copied by the next `KVPool.apply`
-        self.stops: list[int] = []  # ascending: pieces of its prompt end there, so that others can reuse what precedes
+        self.prefill_stops: list[int] = []  # ascending: prompt pieces end there, so that others reuse what precedes
         self.saved: SavedState | None = None
         self.disk_read: DiskRead | None = None  # the read of a prefix for it; set by the first lookup on disk
         self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
@@ -356,8 +356,8 @@ class Seq:
 
     def stop_at(self, n: int) -> None:
         """Makes a piece of its prompt end after the first `n` tokens."""
-        if n > self.n_computed and n not in self.stops:
-            insort(self.stops, n)
+        if n > self.n_computed and n not in self.prefill_stops:
+            insort(self.prefill_stops, n)
 
     def media_vectors(self, n: int) -> npt.NDArray[np.float32]:
         """The vectors of the next `n` pending tokens, float32[n, n_embd]: part of `next_run`."""
@@ -431,7 +431,7 @@ class Seq:
     def admitted(self) -> None:
         """Gives the sequence a seq_id, with `n_computed` tokens in cells (possibly only after the next
         `KVPool.apply`)."""
-        self.stops = [n for n in self.stops if n > self.n_computed]
+        self.prefill_stops = [n for n in self.prefill_stops if n > self.n_computed]
         only_one_pending = self.n_computed > 0 and self.n_pending == 1
         self._set_status(SeqStatus.DECODE if only_one_pending else SeqStatus.PREFILL)
 
@@ -478,7 +478,7 @@ class Seq:
         tokens[:keep] = self.tokens[:keep]
         tokens[keep : self.n_tokens - n] = self.tokens[keep + n : self.n_tokens]
         dropped = np.concatenate([self.dropped, self.tokens[keep : keep + n]])
-        self.stops = []
+        self.prefill_stops = []
         # Together: an interrupted step must not leave one without the others.
         self.tokens, self.dropped, self.n_tokens, self.n_shifts = tokens, dropped, self.n_tokens - n, self.n_shifts + 1
         self.draft, self.n_computed_before = [], 0

@@ -17,7 +17,7 @@ from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import Prompt, TokenLogprob
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import client_names
 from cppbatch.llama_cpp_python.arguments import Callbacks
 from cppbatch.llama_cpp_python.completions import Kept, logprobs_of
 
@@ -82,7 +82,7 @@ class TemplateHandler:
         if self._images:
             messages = self._with_images(messages)
         if not (tools or schema is not None or self._images):
-            tokens = _tokens(llama, requests.request("", messages, None).chat)
+            tokens = _tokens(llama, requests.request("", messages, None)[1])
             return llama_chat_format._convert_completion_to_chat(
                 llama.create_completion(tokens, stream=stream, logprobs=shown, **given), stream=stream
             )
@@ -90,14 +90,12 @@ class TemplateHandler:
             given |= {"grammar": None, "json_schema": schema}
         given["logprobs"] = shown
         params, callbacks = llama.sampling(given)
-        made = requests.request("", messages, params)
-        prompt = made.request.prompt if made.chat.parts else _tokens(llama, made.chat)
-        try:
-            kept = llama.start(prompt, made.request.params, callbacks)
-        except InvalidRequest as error:
-            raise made.rename_field(error) from error
+        request, chat = requests.request("", messages, params)
+        prompt = request.prompt if chat.parts else _tokens(llama, chat)
+        with client_names(chat.field_names):
+            kept = llama.start(prompt, request.params, callbacks)
         model = given["model"] if given["model"] is not None else llama.model_path
-        answer = _Answer(made.chat, model, is_scored=shown is not None)
+        answer = _Answer(chat, model, is_scored=shown is not None)
         return answer.chunks(kept) if stream else answer.whole(kept)
 
     def _with_images(self, messages: list[Json]) -> list[Json]:

@@ -321,7 +321,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
     def close(self) -> None:
         """Frees the engine and the model. Later calls raise `EngineClosed`. Raises `RuntimeError` during a step."""
         for engine in self._engines.values():
-            engine.turns.check_outside()
+            engine.access.check_outside()
         self._is_closed = True
         super().close()
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from cppbatch.cluster.engines.client import WorkerLive, WorkerState
-from cppbatch.cluster.link import Answer, Question, Refused
+from cppbatch.cluster.link import Answer, Question, Refused, ValidRequest
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
+from cppbatch.engine.request import GenerationEvent, ResumeState
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Submission(msgspec.Struct, frozen=True):
     front: str
     epoch: int
     """Requests of the same front and epoch are in one stream group of a replica."""
-    request: GenerationRequest
+    request: ValidRequest
     resume: ResumeState
 
 

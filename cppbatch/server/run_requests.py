@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Container, Iterator
+from collections.abc import AsyncGenerator, Callable, Container
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, is_long
-from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
+from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull, client_names
 from cppbatch.server.http.api_errors import api_error
 
 Event = tuple[int, GenerationEvent]
@@ -130,17 +131,9 @@ async def _check(client: EngineClient, requests: list[GenerationRequest], *, onl
                 await client.check(request)
 
 
-@contextlib.contextmanager
-def prompt_name(index: int, n_prompts: int, name: str = "prompt") -> Iterator[None]:
+def prompt_name(index: int, n_prompts: int, name: str = "prompt") -> AbstractContextManager[None]:
     """A context that names the prompt in errors about it: `name`, with its index if there are several prompts."""
-    try:
-        yield
-    except InvalidRequest as error:
-        field, bracket, rest = error.field.partition("[")
-        if field == "prompt":
-            which = f"[{index}]" if n_prompts > 1 else ""
-            raise error.with_field(f"{name}{which}{bracket}{rest}") from error
-        raise
+    return client_names({"prompt": f"{name}[{index}]" if n_prompts > 1 else name})
 
 
 def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequest:

@@ -24,7 +24,7 @@ from anthropic.types.shared import ErrorResponse
 
 from cppbatch.chat.output_parser import ArgumentsDelta, TextDelta, ToolCallStart
 from cppbatch.chat.tools import ToolChoice
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import InvalidRequest, client_name
 from cppbatch.server.api.anthropic.conversion import message_turn
 from cppbatch.server.api.anthropic.types import MessagesRequest
 from cppbatch.server.auth.rules import Keys
@@ -325,8 +325,8 @@ def test_a_deferred_tool_comes_last_once_a_result_refers_to_it() -> None:
         )
         assert [tool["function"]["name"] for tool in turn.tools] == ["weather", "time", *names]
         assert turn.messages[0]["content"].startswith("The tool zone can be called from now on.")
-        assert turn.client_name("tools[0].function.parameters") == "tools[2].input_schema"
-        assert turn.client_name("tools[2].function.name") == "tools[1].name"
+        assert client_name("tools[0].function.parameters", turn.field_names) == "tools[2].input_schema"
+        assert client_name("tools[2].function.name", turn.field_names) == "tools[1].name"
 
 
 CHOICES = {

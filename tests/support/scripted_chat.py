@@ -18,7 +18,7 @@ from cppbatch import LocalEngine
 from cppbatch.chat.chat_format import ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.chat.template import ChatTemplate
-from cppbatch.errors import LlamaError
+from cppbatch.errors import LlamaError, client_name
 from cppbatch.llama import Batch
 from cppbatch.server.app import create_app
 from cppbatch.server.models.served import MODELS, OneModel
@@ -72,7 +72,7 @@ class ScriptedFormat:
             prompt=str(turn.messages),
             output_parser=lambda: ScriptedReader(self._script),
             params=self._params,
-            renames={"prompt": turn.client_name("messages")},
+            field_names={"prompt": client_name("messages", turn.field_names)},
         )
 
 

@@ -175,7 +175,7 @@ def test_an_answer_that_must_be_json_may_follow_a_thought(family: str) -> None:
     for seed in range(8):
         read = message(its, [random_text(family, its.params["grammar"], seed)])
         assert fault(read.text, schema) is None
-    assert set(its.renames) >= {"grammar"}
+    assert set(its.field_names) >= {"grammar"}
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -217,7 +217,7 @@ def test_an_answer_that_must_be_json_is_plainly_that_where_no_thought_can_come()
     for its in (turn("llama3", tools=[], schema=FREE_TEXT), turn("hermes", tools=[], schema=FREE_TEXT, quick=True)):
         assert its.params["json_schema"] == FREE_TEXT
         assert "grammar" not in its.params
-        assert its.renames["json_schema"] == "response_format"
+        assert its.field_names["json_schema"] == "response_format"
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

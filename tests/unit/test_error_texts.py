@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from cppbatch import errors
-from cppbatch.errors import CppBatchError, InvalidRequest, ModelLoadFailed, NotFound, NotJsonLines, QueueFull, shorten
+from cppbatch.errors import (
+    CppBatchError,
+    Forbidden,
+    InvalidRequest,
+    ModelLoadFailed,
+    NotFound,
+    NotJsonLines,
+    QueueFull,
+    client_name,
+    client_names,
+    shorten,
+)
 
 LONG = "quoted " * 200_000
 KINDS = [
@@ -47,3 +58,43 @@ def test_the_field_of_an_error_is_shortened_too() -> None:
     error = NotFound(f"tools.{LONG}", "is unknown").with_field(f"messages.{LONG}")
     assert (len(error.field), error.message) == (200, "is unknown")
     assert str(error) == f"{error.field}: is unknown"
+
+
+NAMES = {
+    "prompt": "input",
+    "n": "n_cmpl",
+    "logprobs": "top_logprobs",
+    "temperature": "options.temperature",
+    "tools[1]": "tools[3].tools[0]",
+    "tools[10]": "tools[4]",
+    "function.": "",
+    "function.parameters": "input_schema",
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "client"),
+    {
+        "prompt": "input",
+        "prompt[2][0]": "input[2][0]",
+        "n": "n_cmpl",
+        "n_keep": "n_keep",
+        "top_logprobs": "top_logprobs",
+        "temperature": "options.temperature",
+        "tools[1].function.name": "tools[3].tools[0].name",
+        "tools[10].function.parameters.type": "tools[4].input_schema.type",
+        "tools[100].function": "tools[100].function",
+        "tools[10].function.parameters.properties.prompt": "tools[4].input_schema.properties.prompt",
+        "seed": "seed",
+    }.items(),
+)
+def test_an_error_has_the_clients_name_of_a_field(field: str, client: str) -> None:
+    assert client_name(field, NAMES) == client
+    with pytest.raises(InvalidRequest, match="is wrong") as raised, client_names(NAMES):
+        raise InvalidRequest(field, "is wrong")
+    assert raised.value.field == client
+
+
+def test_an_error_whose_field_the_client_has_named_remains_of_its_kind() -> None:
+    with pytest.raises(Forbidden), client_names(NAMES):
+        raise Forbidden("lora", "is not allowed")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import UNSET
 
-from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.server.api.generate.batch_items import BatchItem
-from cppbatch.server.api.generate.generate_batch import GenerateBatchBuilder, RunningBatch
+from cppbatch.server.api.generate.generate_batch import GenerateBatchBuilder
 
 
 async def _ignore(request_id: str) -> None:
@@ -20,7 +20,7 @@ async def _ignore(request_id: str) -> None:
 )
 def test_an_error_of_the_engine_names_the_field_of_the_body(field: str, shown: str) -> None:
     items = [BatchItem([(f"prompts[{i}]", prompt)], {}) for i, prompt in enumerate("ab")]
-    builder = GenerateBatchBuilder(items, [1], RunningBatch({1: "x"}, 2, _ignore))
+    builder = GenerateBatchBuilder(items, {1: GenerationRequest(id="x", prompt="b")}, _ignore, stream=False)
     event = GenerationEvent(request_id="x", finish_reason=FinishReason.ERROR, error="is wrong", error_field=field)
     builder.record(0, event)
     builder.set_error(0, RuntimeError("another one"))

@@ -6,8 +6,10 @@ import random
 
 import pytest
 
-from cppbatch import GenerationEvent, GenerationRequest
+from cppbatch import GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests
+from cppbatch.cluster.link import Submit, decode_for_worker, encode
+from cppbatch.engine.params import replace_fields
 
 
 @pytest.fixture
@@ -30,6 +32,18 @@ async def test_a_request_is_sent_once(in_flight: InFlightRequests[InFlightReques
     assert not in_flight.is_sent(added)
     assert in_flight.take_sendable() == [added]
     assert in_flight.is_sent(added)
+
+
+async def test_a_worker_gets_a_request_as_its_client_made_it_and_does_not_check_it_again() -> None:
+    params = SamplingParams(stop=["a"], guided_choice=["b", "c"], samplers=["top_k"], logit_bias={5: 1.0, "d": 2})
+    request = GenerationRequest(id="x", prompt=[1, 2], params=params, lora={0: 0.5, "e": 1})
+    sent = InFlightRequests(InFlightRequest).add(replace_fields(request, priority=1000)).message()
+    assert isinstance(sent, Submit)
+    received = decode_for_worker(encode(sent))
+    assert isinstance(received, Submit)
+    for its, other in ((received.request, sent.request), (received.request.params, sent.request.params)):
+        names = [name for name in other.__struct_fields__ if name != "params"]
+        assert [getattr(its, name) for name in names] == [getattr(other, name) for name in names]
 
 
 async def test_after_one_crash_all_requests_are_resent_together(in_flight: InFlightRequests[InFlightRequest]) -> None:

@@ -328,7 +328,7 @@ def test_unsupported_parts_of_responses_are_refused_by_name() -> None:
 
 
 def request_of(messages: list[Json]) -> Any:
-    return ChatRequests(ChatFormat(template_of(None)), {}).request("x", messages, None).request.prompt
+    return ChatRequests(ChatFormat(template_of(None)), {}).request("x", messages, None)[0].prompt
 
 
 def test_python_takes_files_and_bytes(tmp_path: Path) -> None:

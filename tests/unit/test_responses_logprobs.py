@@ -11,7 +11,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.server.api.responses.create_response import ResponsesBuilder
 from cppbatch.server.api.responses.tools import UsedTools
 from cppbatch.server.api.responses.types import MessageItem, OutputTextDelta, ResponsesRequest
-from cppbatch.server.models.serving import ResolvedTurn
+from cppbatch.server.models.serving import ResolvedRequest
 from tests.support.chat_families import QUESTION, chat_format
 
 TOKENS = [
@@ -59,7 +59,7 @@ def builder() -> ResponsesBuilder:
     body = ResponsesRequest(input="hello", top_logprobs=0)
     request = GenerationRequest(id="r", prompt="hello", params=SamplingParams(logprobs=0))
     chat = chat_format("hermes").render(ChatTurn(QUESTION))
-    return ResponsesBuilder(body, "model", ResolvedTurn("resp_1", [request], chat, {}), UsedTools([], {}))
+    return ResponsesBuilder(body, "model", ResolvedRequest("resp_1", [request], {}, chat), UsedTools([], {}))
 
 
 @pytest.mark.parametrize("starts", [[0], [*range(16)], [0, 3, 10, 12], [0, 9, 11, 13, 15], [0, 1, 8, 14]])

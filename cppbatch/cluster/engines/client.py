@@ -27,7 +27,7 @@ from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest
+from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest, client_names
 from cppbatch.statistic import counter, gauge
 
 if TYPE_CHECKING:
@@ -249,16 +249,14 @@ class EngineClient(ABC):
         self, conversation: Conversation, params: Params, options: ChatOptions
     ) -> AsyncGenerator[tuple[GenerationEvent, PreparedChat], None]:
         """The events of the request, with the parser of their text."""
-        chat = await self.chat_format(options.get("chat_template"))
-        requests = ChatRequests(chat, options)
+        chat_format = await self.chat_format(options.get("chat_template"))
+        requests = ChatRequests(chat_format, options)
         name = f"chat-{uuid.uuid4().hex}"
-        made = await self.render(chat, lambda: requests.request(name, conversation, params))
-        try:
-            async with aclosing(self.submit(made.request)) as events:
+        request, chat = await self.render(chat_format, lambda: requests.request(name, conversation, params))
+        with client_names(chat.field_names):
+            async with aclosing(self.submit(request)) as events:
                 async for event in events:
-                    yield event, made.chat
-        except InvalidRequest as error:
-            raise made.rename_field(error) from error
+                    yield event, chat
 
     async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
         """The model's chat format: its template, tool calls and reasoning, or those of another template.

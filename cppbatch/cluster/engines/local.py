@@ -20,6 +20,7 @@ from cppbatch.cluster.engines.in_flight import LatestState
 from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
+from cppbatch.engine.access import OwnProcess
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.grammar.grammar_check import SlowGrammar
@@ -30,7 +31,6 @@ from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 from cppbatch.unclosed import close_at_exit, warn_unclosed

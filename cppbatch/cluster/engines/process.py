@@ -39,11 +39,11 @@ from cppbatch.cluster.link import (
 )
 from cppbatch.cluster.rules import check_times
 from cppbatch.config import EngineConfig
+from cppbatch.engine.access import OwnProcess
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import token_ids
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState
-from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed
 from cppbatch.unclosed import warn_unclosed

@@ -189,15 +189,15 @@ class KVPool(PrefixMemory):
         """Marks the next `n` pending tokens of a sequence as computed."""
         sequence.cells = self._cells.grow(sequence.cells, n)
         sequence.computed(n)
-        if sequence.stops and sequence.stops[0] <= sequence.n_computed:
+        if sequence.prefill_stops and sequence.prefill_stops[0] <= sequence.n_computed:
             self._pass_stop(sequence)
 
     def _pass_stop(self, sequence: Seq) -> None:
         """Creates a checkpoint if the computed tokens end at a chosen place."""
         n = sequence.n_computed
-        if n in sequence.stops and self._places and n <= sequence.n_exact:
+        if n in sequence.prefill_stops and self._places and n <= sequence.n_exact:
             self._save_checkpoint(sequence.seq_id, sequence.tokens[:n], sequence.salt)
-        sequence.stops = [stop for stop in sequence.stops if stop > n]
+        sequence.prefill_stops = [stop for stop in sequence.prefill_stops if stop > n]
 
     def drop_draft(self, sequence: Seq) -> None:
         """Removes the draft tokens that a step has computed after the sequence's computed ones."""

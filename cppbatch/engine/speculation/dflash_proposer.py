@@ -56,7 +56,7 @@ class DFlashProposer(RowProposer):
         self._row_batch = self._dflash.new_rows()
         return self._row_batch
 
-    def _first_of(self, sequence: Seq) -> int:
+    def _first_computable(self, sequence: Seq) -> int:
         return self._rows[sequence].start
 
     def serves(self, sequence: Seq) -> bool:

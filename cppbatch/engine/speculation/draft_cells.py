@@ -79,12 +79,12 @@ class DraftCells:
     """
 
     def __init__(
-        self, memory: DraftMemory, *, first_of: Callable[[Seq], int] | None = None, keeps_guesses: bool = True
+        self, memory: DraftMemory, *, first_computable: Callable[[Seq], int] | None = None, keeps_guesses: bool = True
     ) -> None:
-        """`first_of`: the first token of a sequence that can be computed now, if not any; cells before it can only be
-        shared. `keeps_guesses`: cells of accepted draft tokens are as valid as computed ones."""
+        """`first_computable`: the first token of a sequence that can be computed now; None: any can. Cells before it
+        can only be shared. `keeps_guesses`: cells of accepted draft tokens are as valid as computed ones."""
         self._memory = memory
-        self._first_of = first_of
+        self._first_computable = first_computable
         self._keeps_guesses = keeps_guesses
         self.forget()
 
@@ -114,14 +114,14 @@ class DraftCells:
                 known.used_at = self._now
                 self._drop_wrong_guesses(known, sequence)
         found = [self._of.get(sequence) or self._claim(sequence) for sequence in sequences]
-        if self._first_of:
-            firsts = {draft: self._first_of(sequence) for draft, sequence in zip(found, sequences, strict=True)}
+        if self._first_computable:
+            firsts = {draft: self._first_computable(sequence) for draft, sequence in zip(found, sequences, strict=True)}
             for draft, first in firsts.items():
                 if draft.n_known < first:
-                    self._begin_at(draft, first, [each for each in found if firsts[each] <= each.n_known < first])
+                    self._restart_cells(draft, first, [each for each in found if firsts[each] <= each.n_known < first])
         return found
 
-    def _begin_at(self, draft: DraftSequence, first: int, unread: list[DraftSequence]) -> None:
+    def _restart_cells(self, draft: DraftSequence, first: int, unread: list[DraftSequence]) -> None:
         """Replaces cells that end before the first token that can be computed by others, which may start there. It has
         none while its prefix is still to be computed by one of `unread`."""
         assert draft.sequence
@@ -140,7 +140,8 @@ class DraftCells:
     def _claim(self, sequence: Seq) -> DraftSequence:
         idle = [draft for draft in self.all if draft.used_at < self._now]
         draft = min(idle, key=lambda each: (each.n_cells > 0, each.used_at))
-        source, n = self._longest_prefix(sequence, 0, least=self._first_of(sequence) if self._first_of else 0)
+        least = self._first_computable(sequence) if self._first_computable else 0
+        source, n = self._longest_prefix(sequence, 0, least=least)
         if source and source.sequence is None and source in idle:
             draft = source
         self._keep(draft, n if draft is source else 0)

@@ -64,7 +64,7 @@ class HeadProposer(RowProposer):
         self._head_batch = self._head.new_batch()
         return self._head_batch
 
-    def _first_of(self, sequence: Seq) -> int:
+    def _first_computable(self, sequence: Seq) -> int:
         """The first cell is that of the token after the first known row. Before the first token of a text there is no
         row: a draft head gets zeros instead, as in llama.cpp, and EAGLE-3 does not read that token."""
         start = self._rows[sequence].start

@@ -81,7 +81,7 @@ class RowProposer(DraftModelProposer, ABC):
 
     def _new_cells(self) -> DraftCells | TargetCells:
         # Drafted tokens were computed from other rows than those of the model.
-        return DraftCells(self._context, first_of=self._first_of, keeps_guesses=False)
+        return DraftCells(self._context, first_computable=self._first_computable, keeps_guesses=False)
 
     # --- what the model has computed ----------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class RowProposer(DraftModelProposer, ABC):
         return known
 
     @abstractmethod
-    def _first_of(self, sequence: Seq) -> int:
+    def _first_computable(self, sequence: Seq) -> int:
         """The first token whose cell can be computed from the known rows."""
 
     # --- the interface of proposers -----------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ class RowProposer(DraftModelProposer, ABC):
 
     def read_seconds(self, sequence: Seq) -> float:
         """See `ModelProposer.read_seconds`. Tokens whose rows were forgotten are not read any more."""
-        draft = self.cells.get(sequence)
-        return self._read_s(sequence.n_tokens - max(self._first_of(sequence), draft.n_known if draft else 0) - JOINED)
+        draft, first = self.cells.get(sequence), self._first_computable(sequence)
+        return self._read_s(sequence.n_tokens - max(first, draft.n_known if draft else 0) - JOINED)
 
     def finished(self, sequence: Seq) -> None:
         """See `Proposer.finished`."""
@@ -152,7 +152,8 @@ class RowProposer(DraftModelProposer, ABC):
 
     def _read(self, unread: list[DraftSequence]) -> None:
         # Others wait for a prefix that one of these reads.
-        unread = [draft for draft in unread if draft.sequence and draft.n_known >= self._first_of(draft.sequence)]
+        first = self._first_computable
+        unread = [draft for draft in unread if draft.sequence and draft.n_known >= first(draft.sequence)]
         began = self._clock()
         is_usual = bool(unread) and all(draft.n_missing <= JOINED for draft in unread)
         super()._read(unread)

@@ -1,26 +1,29 @@
-"""The engine requests of an HTTP request (`PreparedRequest`), and how its response is built and sent."""
+"""How the response of an HTTP request is built and sent."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from time import monotonic
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
+from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, client_names
+from cppbatch.server.answer.llama_result import Timings, timings
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.unknown import IGNORED
 from cppbatch.server.http.api_errors import api_error, json_response, openai_error
 from cppbatch.server.http.endpoint import Answer, Routes
 from cppbatch.server.http.event_stream import LINES, PING, STARTED, STREAM_HEADERS, ServerSentEvent
 from cppbatch.server.models.served import ModelLease, lease_model
+from cppbatch.server.models.serving import ResolvedRequest
 from cppbatch.server.observe.metrics import METRICS, endpoint_of
 from cppbatch.server.run_requests import Event, OnEvent, run_requests
 
@@ -43,11 +46,22 @@ class TokenCounts(NamedTuple):
 class ResponseBuilder(ABC):
     """Builds the response of one HTTP request from the events of its completions.
 
-    `n_candidates`: completions of each prompt. Completions of the same prompt have consecutive indices.
+    `stream`: whether the response is streamed. `n_candidates`: completions of each prompt. Completions of the same
+    prompt have consecutive indices. `ignored`: names of fields without effect, for the header `X-Ignored-Fields`.
     """
 
-    def __init__(self, *, n_candidates: int = 1) -> None:
-        self.n_candidates = n_candidates
+    def __init__(
+        self,
+        resolved: ResolvedRequest,
+        *,
+        stream: bool | None = False,
+        n_candidates: int = 1,
+        ignored: tuple[str, ...] = (),
+    ) -> None:
+        self.requests, self.stream, self.n_candidates, self.ignored = resolved.requests, stream, n_candidates, ignored
+        self.field_names = {"task": "model", **resolved.field_names}
+        for request in self.requests if stream else ():
+            msgspec.structs.force_setattr(request, "report_acceptance", True)
         self.last_events: dict[int, GenerationEvent] = {}
         """The last event of each finished completion, by index."""
 
@@ -81,12 +95,44 @@ class ResponseBuilder(ABC):
         """The events that a stream sends for a recorded event of the engine."""
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """The last events of a stream, when all completions have ended."""
+        """The events of a stream when all completions have ended."""
         return []
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """The last events of a stream that cannot continue."""
+        """The events of a stream that cannot continue."""
         return [ServerSentEvent(openai_error(api_error(error)))]
+
+    stream_tail: tuple[ServerSentEvent, ...] = ()
+    """Sent after `stream_end` or `stream_error`."""
+
+    def timings(self, index: int = 0) -> Timings | UnsetType:
+        """The times of a finished completion."""
+        usage = self.last_events[index].usage
+        return timings(usage) if usage else UNSET
+
+    def run(self, lease: ModelLease) -> AsyncGenerator[Event, None]:
+        """The events of the requests under the rules of the client's key. Raises as `ModelLease.apply_key_rules`."""
+        return run_requests(
+            lease.serving.client,
+            lease.apply_key_rules(self.requests),
+            n_candidates=self.n_candidates,
+            check_first=bool(self.stream),
+            waited=lease.waited,
+        )
+
+    async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
+        """The body of the non-streamed response, after all completions have ended. `observe` is called with each event.
+        Raises the errors of `record`, with the client's field names."""
+        completions: list[list[GenerationEvent]] = [[] for _ in self.requests]
+        with client_names(self.field_names):
+            async with contextlib.aclosing(events):
+                async for index, event in events:
+                    observe(index, event)
+                    self.record(index, event)
+                    completions[index].append(event)
+            if sum(map(_size, completions)) <= _LARGE:
+                return self.build(completions)
+            return await asyncio.to_thread(self.build, completions)
 
     def token_counts(self) -> TokenCounts:
         """Token counts over all completions. Each prompt counts once, regardless of its completions."""
@@ -134,46 +180,6 @@ def raise_failure(event: GenerationEvent) -> None:
 _LARGE = 20_000  # values; larger responses are built on another thread, so that other requests do not wait
 
 
-class PreparedRequest(msgspec.Struct, frozen=True):
-    """The engine requests of one HTTP request, and how its response is built."""
-
-    requests: list[GenerationRequest]
-    builder: ResponseBuilder
-    stream: bool = False
-    field_names: dict[str, str] = msgspec.field(default_factory=dict)
-    """The client's names for engine request fields, for error messages."""
-    ignored: tuple[str, ...] = ()
-    """The names of fields without effect, for the response header `X-Ignored-Fields`."""
-
-    def __post_init__(self) -> None:
-        for request in self.requests if self.stream else ():
-            msgspec.structs.force_setattr(request, "report_acceptance", True)
-
-    async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
-        """The body of the non-streamed response, after all completions have ended. `observe` is called with each event.
-        Raises the errors of `ResponseBuilder.record`, with the client's field names."""
-        completions: list[list[GenerationEvent]] = [[] for _ in self.requests]
-        with self.client_field_names():
-            async with contextlib.aclosing(events):
-                async for index, event in events:
-                    observe(index, event)
-                    self.builder.record(index, event)
-                    completions[index].append(event)
-            if sum(map(_size, completions)) <= _LARGE:
-                return self.builder.build(completions)
-            return await asyncio.to_thread(self.builder.build, completions)
-
-    @contextlib.contextmanager
-    def client_field_names(self) -> Iterator[None]:
-        """A context that replaces the engine's field names in errors by the client's."""
-        try:
-            yield
-        except InvalidRequest as error:
-            names = {"task": "model", **self.field_names}
-            name, bracket, rest = error.field.partition("[")
-            raise error.with_field(f"{names.get(name, name)}{bracket}{rest}") from error
-
-
 def _size(events: list[GenerationEvent]) -> int:
     """Roughly the number of values in the response for a completion."""
     n_top = sum(len(entry.top) for event in events for entry in event.logprobs)
@@ -183,34 +189,23 @@ def _size(events: list[GenerationEvent]) -> int:
 async def respond(
     request: web.Request,
     lease: ModelLease,
-    prepared: PreparedRequest,
-    events: AsyncGenerator[Event, None] | None = None,
+    builder: ResponseBuilder,
     *,
     ping_seconds: int | None = None,
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
-    `events`: the events of the engine requests, if the endpoint calls `run_requests` itself, with its own options and
-    after applying the key's rules (`ModelLease.apply_key_rules`). `ping_seconds`: the request's `sse_ping_interval`;
-    None: the server's.
+    `ping_seconds`: the request's `sse_ping_interval`; None: the server's.
     """
     serving = lease.serving
-    if events is None:
-        requests = lease.apply_key_rules(prepared.requests)
-        events = run_requests(
-            serving.client,
-            requests,
-            n_candidates=prepared.builder.n_candidates,
-            check_first=prepared.stream,
-            waited=lease.waited,
-        )
-    with request.app[METRICS].observe(endpoint_of(request), len(prepared.requests), serving.name) as observe:
-        if not prepared.stream:
-            return json_response(await prepared.gather(events, observe))
-        with prepared.client_field_names():
+    request[IGNORED] += builder.ignored
+    events = builder.run(lease)
+    with request.app[METRICS].observe(endpoint_of(request), len(builder.requests), serving.name) as observe:
+        if not builder.stream:
+            return json_response(await builder.gather(events, observe))
+        with client_names(builder.field_names):
             seconds = serving.settings.sse_ping_interval if ping_seconds is None else ping_seconds
-            stream = _Stream(request, prepared.builder, ping_seconds=seconds)
-            return await stream.send_all(events, observe)
+            return await _Stream(request, builder, ping_seconds=seconds).send_all(events, observe)
 
 
 class _Stream:
@@ -247,12 +242,12 @@ class _Stream:
                         observe(index, event)
                         builder.record(index, event)
                         await self._send(builder.stream_events(index, event))
-                await self._send(builder.stream_end())
+                await self._send([*builder.stream_end(), *builder.stream_tail])
             except ConnectionResetError:
                 raise
             except Exception as error:
                 self._has_started = True  # the error is all that there is
-                await self._send(builder.stream_error(error))
+                await self._send([*builder.stream_error(error), *builder.stream_tail])
             finally:
                 if pings:
                     pings.cancel()
@@ -353,7 +348,7 @@ class ContentBlocks:
 # Endpoints that run engine requests: each is declared by the function that prepares these requests.
 
 
-Prepare = TypeVar("Prepare", bound=Callable[..., Awaitable[PreparedRequest]])
+Prepare = TypeVar("Prepare", bound=Callable[..., Awaitable[ResponseBuilder]])
 
 
 def generation(
@@ -366,7 +361,7 @@ def generation(
     in_batches: bool = False,
     **more: Any,
 ) -> Callable[[Prepare], Prepare]:
-    """Declares `POST path` by the function that prepares the request, from its body and the `Serving` of its model.
+    """Declares `POST path` by the function that makes the `ResponseBuilder` from the body and its model's `Serving`.
 
     `in_batches`: batches support it. `more`: as for `Routes.post`.
     """
@@ -375,10 +370,8 @@ def generation(
         async def handle(request: web.Request) -> web.StreamResponse:
             given = await read_json(request, body)
             with await lease_model(request, given) as lease:
-                prepared = await prepare(given, lease.serving)
-                request[IGNORED] += prepared.ignored
                 ping = getattr(given, "sse_ping_interval", None)
-                return await respond(request, lease, prepared, ping_seconds=ping)
+                return await respond(request, lease, await prepare(given, lease.serving), ping_seconds=ping)
 
         handle.__doc__ = prepare.__doc__
         more["prepare"] = prepare if in_batches else None

@@ -17,10 +17,10 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.engine.request import Prompt as AnyPrompt
 from cppbatch.errors import GenerationFailed, InvalidRequest
 from cppbatch.server.answer.mixed_prompts import engine_prompt, prompts_of
-from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, generation
+from cppbatch.server.answer.response import ResponseBuilder, generation
 from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import Json, Prompt, Serving, new_id
+from cppbatch.server.models.serving import Json, Prompt, ResolvedRequest, Serving, new_id
 from cppbatch.server.run_requests import prompt_name
 
 # --- what both share -------------------------------------------------------------------------------------------------
@@ -51,10 +51,9 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
 class PoolingBuilder(ResponseBuilder):
     """Builds a response from one vector for each input. It cannot be streamed."""
 
-    def __init__(self, id_prefix: str, model: str, body: PoolingFields) -> None:
-        super().__init__()
-        self.id = new_id(id_prefix)
-        self.model = model
+    def __init__(self, resolved: ResolvedRequest, model: str, body: PoolingFields) -> None:
+        super().__init__(resolved)
+        self.id, self.model = resolved.id, model
         self._timeouts = {"timeout": body.timeout, "queue_timeout": body.queue_timeout}
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
@@ -93,9 +92,10 @@ def check_count(field: str, n: int) -> None:
 
 
 def pooling_requests(
-    body: PoolingFields, serving: Serving, name: str, prompts: Sequence[AnyPrompt], field: str
-) -> list[GenerationRequest]:
-    """An engine request for each input. Their ids start with `name`. Raises `InvalidRequest`, which names `field`."""
+    body: PoolingFields, serving: Serving, id_prefix: str, prompts: Sequence[AnyPrompt], field: str
+) -> ResolvedRequest:
+    """An engine request for each input. Raises `InvalidRequest`, which names `field`."""
+    name = new_id(id_prefix)
     serving.check_model(body.model)
     timeout = serving.limits.timeout(body.timeout)
     requests = []
@@ -111,7 +111,7 @@ def pooling_requests(
                 lora=serving.lora,
             )
         requests.append(request)
-    return requests
+    return ResolvedRequest(name, requests, {"prompt": field})
 
 
 # --- /v1/embeddings --------------------------------------------------------------------------------------------------
@@ -174,22 +174,21 @@ class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @generation(routes, "/v1/embeddings", EmbeddingRequest, EmbeddingResponse, streams=False, in_batches=True)
-async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> PreparedRequest:
+async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> EmbeddingBuilder:
     """Compute an embedding for each input.
 
     Raises `InvalidRequest`.
     """
     check_embeds_whole(serving.info)
-    return await prepare_vectors(body, serving, EmbeddingBuilder(body, serving))
+    return EmbeddingBuilder(await resolve_vectors(body, serving), body, serving)
 
 
-async def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: PoolingBuilder) -> PreparedRequest:
-    """The engine requests, for any builder of vectors. Raises `InvalidRequest`."""
+async def resolve_vectors(body: EmbeddingRequest, serving: Serving) -> ResolvedRequest:
+    """The engine requests of any API of vectors. Raises `InvalidRequest`."""
     check_embeds(serving.info)
     if serving.info.pooling is not None:
         check_dimensions(body.dimensions, serving.info.n_embd)
-    requests = pooling_requests(body, serving, builder.id, await body.prompts(serving), "input")
-    return PreparedRequest(requests, builder, field_names={"prompt": "input"})
+    return pooling_requests(body, serving, "embd-", await body.prompts(serving), "input")
 
 
 def check_embeds(info: ModelInfo) -> None:
@@ -209,8 +208,8 @@ def check_embeds_whole(info: ModelInfo) -> None:
 class EmbeddingBuilder(PoolingBuilder):
     """Builds the response of `/v1/embeddings`."""
 
-    def __init__(self, body: EmbeddingRequest, serving: Serving) -> None:
-        super().__init__("embd-", serving.name, body)
+    def __init__(self, resolved: ResolvedRequest, body: EmbeddingRequest, serving: Serving) -> None:
+        super().__init__(resolved, serving.name, body)
         self._dimensions, self._norm = body.dimensions, serving.settings.embd_normalize
         self._as_base64 = body.encoding_format == "base64"
 
@@ -329,7 +328,7 @@ _SCORES = {"type": "array", "description": "With `texts`", "items": schema_ref(T
     in_batches=True,
     also=("/rerank", "/reranking", "/v1/reranking"),
 )
-async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedRequest:
+async def prepare_rerank(body: RerankRequest, serving: Serving) -> RerankBuilder:
     """Rank documents by their relevance to a query.
 
     Raises `InvalidRequest`.
@@ -341,16 +340,14 @@ async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedReque
         )
     body.check()
     pairs = [Pair(body.query, text) for text in body.documents_as_text()]
-    builder = RerankBuilder(body, serving.name)
-    requests = pooling_requests(body, serving, builder.id, pairs, body.named)
-    return PreparedRequest(requests, builder, field_names={"prompt": body.named})
+    return RerankBuilder(pooling_requests(body, serving, "rerank-", pairs, body.named), body, serving.name)
 
 
 class RerankBuilder(PoolingBuilder):
     """Builds the response of `/v1/rerank`."""
 
-    def __init__(self, body: RerankRequest, model: str) -> None:
-        super().__init__("rerank-", model, body)
+    def __init__(self, resolved: ResolvedRequest, body: RerankRequest, model: str) -> None:
+        super().__init__(resolved, model, body)
         self._body = body
 
     def build(self, completions: list[list[GenerationEvent]]) -> RerankResponse | list[TextScore]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_bounds import excess
-from cppbatch.server.fields.unknown import IGNORED, known_fields, refuse_unknown, with_unknown
+from cppbatch.server.fields.unknown import IGNORED, refuse_unknown, with_unknown
 from cppbatch.typed_json import invalid_field
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -36,18 +37,27 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
 
 def read_body(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     """The struct, and the names of the fields that have no effect. Raises `InvalidRequest` as `read_json`."""
-    try:
-        struct = parse(body, kind)
+    _check_bounds(body)
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(body, type=_without_unknown(kind)), ()
+    try:  # it has unknown fields, or is invalid
+        struct = _decode(body, kind)
     except InvalidRequest as error:
-        is_bounded = error.field in known_fields(kind)  # else the error may be that the body is too deep to be read
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            if is_bounded and (better := with_unknown(error, _raw_fields(body), kind)):
+            if better := with_unknown(error, _raw_fields(body), kind):
                 raise better from error
         raise
     try:  # names and values of unknown fields are only decoded here
         return struct, refuse_unknown(_raw_fields(body), kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from error
+
+
+@functools.cache
+def _without_unknown(kind: type[Body]) -> type[Body]:
+    """The type for bodies in which every field is known."""
+    made: Any = msgspec.defstruct(kind.__name__, [], bases=(kind,), module=__name__, forbid_unknown_fields=True)
+    return made  # type: ignore[no-any-return]
 
 
 def _raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
@@ -57,8 +67,16 @@ def _raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
     """Parses JSON. Raises `InvalidRequest` naming the invalid field, also for JSON that is too deep or has too many
     values (`json_bounds`)."""
+    _check_bounds(body)
+    return _decode(body, kind)
+
+
+def _check_bounds(body: bytes) -> None:
     if too_much := excess(body):
         raise InvalidRequest("body", too_much)
+
+
+def _decode(body: bytes, kind: type[Parsed]) -> Parsed:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

@@ -9,7 +9,7 @@ import msgspec
 
 from cppbatch.engine.params import GRAMMARS, INT32_MAX, KINDS, RANGES, SWITCHES, SamplingParams
 from cppbatch.engine.request import GenerationRequest, UsageEvents, n_candidates
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import InvalidRequest, client_names
 from cppbatch.server.fields.structured import CONSTRAINTS, StructuredFields
 from cppbatch.server.http.limits import MAX_CHOICES
 
@@ -118,7 +118,6 @@ class SamplingFields(_Numbers, kw_only=True):
         """
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         given |= {ours: getattr(self, alias) for ours, alias in self._given_aliases.items()} | dict.fromkeys(GRAMMARS)
-        field_names = self.field_names
         if (constraint := self.constraint()) and StructuredFields.schema(self) is None:
             given[constraint.kind] = constraint.value
             if not defaults.keys().isdisjoint(GRAMMARS):
@@ -133,10 +132,8 @@ class SamplingFields(_Numbers, kw_only=True):
             given["top_k"] = 0
         if self.speculative_n_max is not None and self.speculative_n_max <= 0:
             given["speculate"] = False
-        try:
+        with client_names(self.field_names):
             return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
-        except InvalidRequest as error:
-            raise error.with_field(field_names.get(error.field, error.field)) from error
 
     @property
     def _given_aliases(self) -> dict[str, str]:
@@ -144,7 +141,7 @@ class SamplingFields(_Numbers, kw_only=True):
 
     @property
     def field_names(self) -> dict[str, str]:
-        """{a field of `SamplingParams`: the client's name for it}, where they differ. Raises `InvalidRequest`."""
+        """{a field of `SamplingParams`: the client's name for it}, for errors. Raises `InvalidRequest`."""
         constraint = self.constraint()
         return self._given_aliases | ({constraint.kind: constraint.field} if constraint else {})
 

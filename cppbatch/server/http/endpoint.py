@@ -54,7 +54,7 @@ class Endpoint(NamedTuple):
     form: Json | None = None
     """The schema of a request body that is a form."""
     prepare: Callable[..., Awaitable[Any]] | None = None
-    """Makes the `PreparedRequest` of a batch line, from its body and its `Serving`; None: batches do not support it."""
+    """Makes the `ResponseBuilder` of a batch line, from its body and its `Serving`; None: batches do not support it."""
 
 
 class Route(NamedTuple):

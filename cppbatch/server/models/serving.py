@@ -18,13 +18,14 @@ from msgspec.structs import replace
 from cppbatch import __version__
 from cppbatch.chat.capabilities import TemplateCaps
 from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
+from cppbatch.chat.output_parser import PlainTextParser
 from cppbatch.chat.template import NO_TEMPLATE, ChatTemplate
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import GRAMMARS, UNLIMITED, SamplingParams, replace_fields
 from cppbatch.engine.request import GenerationRequest, MediaPrompt, TokenPiece, expand
-from cppbatch.errors import ContextOverflow, InvalidRequest
+from cppbatch.errors import ContextOverflow, InvalidRequest, client_names
 from cppbatch.llama import apply_builtin_template
 from cppbatch.models.find import shorter_names
 from cppbatch.server.auth.rules import KeyRules
@@ -60,15 +61,17 @@ class ChatTools(NamedTuple):
     """Has fetched the media of the conversations."""
 
 
-class ResolvedTurn(NamedTuple):
-    """A turn of a conversation in the engine's terms."""
+class ResolvedRequest(NamedTuple):
+    """An HTTP request in the engine's terms."""
 
     id: str
     """The response id, with which the request ids start."""
     requests: list[GenerationRequest]
-    chat: PreparedChat
+    """For each completion of each prompt, grouped by prompt."""
     field_names: dict[str, str]
-    """The client's names for the fields of the requests."""
+    """{a field of the requests: the client's name for it}, for errors (`client_names`)."""
+    chat: PreparedChat = PreparedChat(prompt="", output_parser=PlainTextParser)
+    """The rendered conversation, which creates the parser of the answer; without one, that of plain text."""
 
 
 class Serving:
@@ -171,7 +174,7 @@ class Serving:
                 message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
                 raise InvalidRequest(field, message, overflow)
 
-    async def resolve(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> ResolvedTurn:
+    async def resolve(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> ResolvedRequest:
         """The engine requests of a turn, with the sampling fields of its body, which `check` and `check_size` have
         accepted. Runs on another thread, because rendering long conversations and decoding images and audio take time.
 
@@ -181,11 +184,11 @@ class Serving:
         name = new_id(id_prefix)
         return await self.client.render(tools.format, lambda: self.resolve_with(tools, turn, body, name))
 
-    def resolve_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> ResolvedTurn:
+    def resolve_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> ResolvedRequest:
         """Makes the engine requests on this thread."""
         chat = self.render_with(tools, turn)
         requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
-        return ResolvedTurn(response_id, requests, chat, body.field_names | chat.renames)
+        return ResolvedRequest(response_id, requests, body.field_names | chat.field_names, chat)
 
     async def render(self, turn: ChatTurn) -> PreparedChat:
         """The prompt of a turn. Raises `InvalidRequest`."""
@@ -227,8 +230,7 @@ class Serving:
             ),
             parse_special=_given(turn.parse_special, self.settings.parse_special),
         )
-        with turn.client_names():
-            return tools.format.render(turn)
+        return tools.format.render(turn)
 
     @property
     def max_length(self) -> int:
@@ -242,11 +244,9 @@ class Serving:
 
     async def chat_tokens(self, chat: PreparedChat) -> list[TokenPiece]:
         """The tokens of a chat's prompt. Raises `InvalidRequest`."""
-        try:
+        with client_names(chat.field_names):
             self.check_length("prompt", len(chat.prompt))
             return await self.client.tokenize(prompt_of_chat(chat))
-        except InvalidRequest as error:
-            raise error.with_field(chat.renames.get(error.field, error.field)) from error
 
     def default_params(self, max_tokens: int = UNLIMITED) -> Json:
         """Default fields of `SamplingParams` for requests that do not set them.

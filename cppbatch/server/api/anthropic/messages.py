@@ -9,13 +9,12 @@ from msgspec import UNSET, UnsetType
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
+from cppbatch.server.answer.llama_result import StreamTimings, Timings
 from cppbatch.server.answer.response import (
     BlockChange,
     ContentBlock,
     ContentBlocks,
     Json,
-    PreparedRequest,
     ResponseBuilder,
     generation,
 )
@@ -50,7 +49,7 @@ from cppbatch.server.http.api_errors import AnthropicErrorResponse, anthropic_er
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import lease_model
-from cppbatch.server.models.serving import ResolvedTurn, Serving
+from cppbatch.server.models.serving import ResolvedRequest, Serving
 
 routes = Routes()
 
@@ -74,7 +73,7 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 
 @generation(routes, "/v1/messages", MessagesRequest, MessagesResponse, **_ERRORS)
-async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRequest:
+async def prepare_message(body: MessagesRequest, serving: Serving) -> MessagesBuilder:
     """Generate the next assistant message, in Anthropic's API.
 
     Raises `InvalidRequest`.
@@ -84,22 +83,18 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
         raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be at least 1")
     serving.check_size(body)
     await read_documents(body)
-    turn = await serving.resolve(message_turn(body), body, "msg_")
-    builder = MessagesBuilder(body, serving.name, turn)
-    return PreparedRequest(
-        turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names, ignored=body.left_out()
-    )
+    return MessagesBuilder(body, serving.name, await serving.resolve(message_turn(body), body, "msg_"))
 
 
 class MessagesBuilder(ResponseBuilder):
     """Builds the response of `/v1/messages`."""
 
-    def __init__(self, body: MessagesRequest, model: str, turn: ResolvedTurn) -> None:
-        super().__init__()
-        self.id = turn.id
+    def __init__(self, body: MessagesRequest, model: str, resolved: ResolvedRequest) -> None:
+        super().__init__(resolved, stream=body.stream, ignored=body.left_out())
+        self.id = resolved.id
         self._model = model
         self._max_tokens = body.max_tokens
-        self._output = AssistantOutput(turn.chat)
+        self._output = AssistantOutput(resolved.chat)
         self._blocks = ContentBlocks()
         self._at_start: RequestUsage | None = None
         self._stream_timings = StreamTimings(body)
@@ -122,7 +117,7 @@ class MessagesBuilder(ResponseBuilder):
             stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence,
             usage=self._usage(),
-            timings=self._timings(),
+            timings=self.timings(),
         )
 
     starts_with_counts = True
@@ -152,7 +147,7 @@ class MessagesBuilder(ResponseBuilder):
 
     def stream_end(self) -> list[ServerSentEvent]:
         """Returns `message_delta` with the usage, and `message_stop`."""
-        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self._timings())
+        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self.timings())
         return [_to_sse(end), _to_sse(MessageStop())]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
@@ -162,9 +157,9 @@ class MessagesBuilder(ResponseBuilder):
         changes = self._blocks.read(self._output.read(event))
         return [*changes, *self._blocks.close()] if event.finish_reason else changes
 
-    def _timings(self) -> Timings | UnsetType:
-        usage = self.last_events[0].usage
-        return timings(usage) if self._shows_timings and usage else UNSET
+    def timings(self, index: int = 0) -> Timings | UnsetType:
+        """Only with `timings_per_token`."""
+        return super().timings(index) if self._shows_timings else UNSET
 
     def _end(self) -> MessageEnd:
         stop = self.last_events[0].stop

@@ -20,7 +20,7 @@ from cppbatch.jobs.batches.active_batch import BatchResources
 from cppbatch.jobs.batches.records import BatchRecord
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RequestHandler
 from cppbatch.jobs.job_runner import RequestSlots
-from cppbatch.server.answer.response import PreparedRequest
+from cppbatch.server.answer.response import ResponseBuilder
 from cppbatch.server.api import pooling
 from cppbatch.server.api.openai import chat_completions, completions
 from cppbatch.server.api.openai.completions import CompletionRequest, prepare_completion
@@ -94,13 +94,13 @@ class BatchRequestHandler:
         """The response of the request's endpoint, possibly an error."""
         request_id = new_id("req-")
         try:
-            prepared, body = await self._answer(request)
+            builder, body = await self._answer(request)
         except EngineClosed:
             raise
         except Exception as exception:
             error = api_error(exception)
             return JobResponse(status=error.status, request_id=request_id, body=error_body(request.url, error))
-        tokens = prepared.builder.token_counts()
+        tokens = builder.token_counts()
         return JobResponse(
             status=200,
             request_id=request_id,
@@ -110,7 +110,7 @@ class BatchRequestHandler:
             completion_tokens=tokens.completion,
         )
 
-    async def _answer(self, request: JobRequest) -> tuple[PreparedRequest, object]:
+    async def _answer(self, request: JobRequest) -> tuple[ResponseBuilder, object]:
         """Prepares the request and returns the body of its response. Raises `InvalidRequest`."""
         kind, prepare = _ENDPOINTS[request.url]
         fields = request.body
@@ -129,18 +129,18 @@ class BatchRequestHandler:
             raise
         refuse_unknown(request.body, kind)  # excludes the defaults: a field similar to one of them is still a mistake
         with await self._lease(self._default_model if body.model is None else body.model) as lease:
-            prepared: PreparedRequest = await prepare(body, lease.serving)
-            requests = prepared.requests
+            builder: ResponseBuilder = await prepare(body, lease.serving)
+            requests = builder.requests
             if self._priority is not None:
                 requests = [replace_fields(request, priority=self._priority) for request in requests]
             events = run_requests(
                 lease.serving.client,
                 lease.apply_key_rules(requests),
-                n_candidates=prepared.builder.n_candidates,
+                n_candidates=builder.n_candidates,
                 wait_when_full=True,
             )
             with self._observe(len(requests), lease.serving.name) as observe:
-                return prepared, await prepared.gather(events, observe)
+                return builder, await builder.gather(events, observe)
 
     async def _lease(self, model: str | None) -> ModelLease:
         while True:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.errors import InvalidRequest, NotFound
-from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, respond
+from cppbatch.errors import InvalidRequest, NotFound, client_name
+from cppbatch.server.answer.response import ResponseBuilder, respond
 from cppbatch.server.api.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.api.generate.generate_endpoint import (
     GenerateChunk,
@@ -32,8 +32,8 @@ from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.models.served import ModelLease, lease_model
-from cppbatch.server.models.serving import ChatTools, Serving, new_id
-from cppbatch.server.run_requests import run_requests
+from cppbatch.server.models.serving import ChatTools, ResolvedRequest, Serving, new_id
+from cppbatch.server.run_requests import Event, run_requests
 
 # --- generate batch --------------------------------------------------------------------------------------------------
 
@@ -83,27 +83,16 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
     with await lease_model(request, body) as lease:
         # on threads: 256 items with large fields take seconds
         items = await asyncio.to_thread(read_items, body, lease.serving)
-        chat = await chat_tools(lease.serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
-        prepared, batch = await lease.serving.client.render(
+        chat = await chat_tools(lease.serving, [its for _, its in items if isinstance(its, GenerateRequest)])
+        builder = await lease.serving.client.render(
             chat and chat.format, lambda: prepare_batch(items, lease, chat, stream=bool(body.stream))
         )
-        with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
-            events = run_requests(
-                lease.serving.client,
-                prepared.requests,
-                wait_when_full=True,
-                errors_as_events=True,
-                cancelled=batch.cancelled,
-                waited=lease.waited,
-            )
-            return await respond(request, lease, prepared, events)
+        with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, builder.batch):
+            return await respond(request, lease, builder)
 
 
-class ReadItems(NamedTuple):
-    """The items of a batch, and the errors of those without a body."""
-
-    items: list[BatchItem]
-    bodies: list[GenerateRequest | InvalidRequest]
+ReadItems = list[tuple[BatchItem, GenerateRequest | InvalidRequest]]
+"""The items of a batch with their bodies, or why they have none."""
 
 
 def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
@@ -111,25 +100,23 @@ def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
     items = batch_items(body, serving.limits)
     check_fields(body, serving)
     serving.params(body)
-    bodies: list[GenerateRequest | InvalidRequest] = []
+    read: ReadItems = []
     for item in items:
         try:
-            bodies.append(item.body())
+            read.append((item, item.body()))
         except InvalidRequest as error:
-            bodies.append(error)
-    return ReadItems(items, bodies)
+            read.append((item, error))
+    return read
 
 
-def prepare_batch(
-    read: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool
-) -> tuple[PreparedRequest, RunningBatch]:
+def prepare_batch(items: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool) -> GenerateBatchBuilder:
     """Engine requests for the valid items, and a builder with the errors of the others.
 
     `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
-    name, items, serving = new_id("batch-"), read.items, lease.serving
+    name, serving = new_id("batch-"), lease.serving
     requests: dict[int, GenerationRequest] = {}
     errors: dict[int, InvalidRequest] = {}
-    for i, fields in enumerate(read.bodies):
+    for i, (_, fields) in enumerate(items):
         try:
             if isinstance(fields, InvalidRequest):
                 raise fields
@@ -140,38 +127,52 @@ def prepare_batch(
         except InvalidRequest as error:
             errors[i] = error
     refuse_large([request.prompt for request in requests.values()], 1, serving.limits)
-    batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), serving.client.cancel)
-    builder = GenerateBatchBuilder(items, [*requests], batch)
+    builder = GenerateBatchBuilder([item for item, _ in items], requests, serving.client.cancel, stream=stream)
     for i, why in errors.items():
         builder.set_error(i, why)
-    return PreparedRequest([*requests.values()], builder, stream=stream), batch
+    return builder
 
 
+Cancel = Callable[[str], Awaitable[None]]
 Totals = TypeVar("Totals", bound=BatchTotals)
 
 
 class GenerateBatchBuilder(ResponseBuilder):
-    """Builds the response of `/generate/batch`. An item that fails has an error as its result.
+    """Builds the response of `/generate/batch`. An item that fails has an error as its result."""
 
-    `request_items`: for each engine request, the index of its item.
-    """
+    stream_tail = (DONE,)
 
-    def __init__(self, items: list[BatchItem], request_items: list[int], batch: RunningBatch) -> None:
-        super().__init__()
-        self._items, self._request_items, self._batch = items, request_items, batch
+    def __init__(
+        self, items: list[BatchItem], requests: dict[int, GenerationRequest], cancel: Cancel, *, stream: bool
+    ) -> None:
+        """`requests`: for each valid item, by its index. `cancel`: ends an engine request by its id."""
+        super().__init__(ResolvedRequest("", [*requests.values()], {}), stream=stream)
+        self._items, self._request_items = items, [*requests]
+        self.batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), cancel)
         self._began = perf_counter()
         self._errors: dict[int, ErrorDetail] = {}  # by item
+
+    def run(self, lease: ModelLease) -> AsyncGenerator[Event, None]:
+        """Items wait while the queue is full. The rules of the key have been applied to each."""
+        return run_requests(
+            lease.serving.client,
+            self.requests,
+            wait_when_full=True,
+            errors_as_events=True,
+            cancelled=self.batch.cancelled,
+            waited=lease.waited,
+        )
 
     def set_error(self, item: int, error: Exception) -> None:
         """Sets the error as the result of an item."""
         if isinstance(error, InvalidRequest):
-            field = "model" if error.field == "task" else error.field  # the model determines the task
+            field = client_name(error.field, self.field_names)
             error = error.with_field(self._items[item].field_name(field))
         self._errors[item] = openai_error(api_error(error)).error
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Makes a failure the item's result. The client may have cancelled the item."""
-        if event.finish_reason is FinishReason.CANCELLED and self._batch.has_cancelled(self._request_items[index]):
+        if event.finish_reason is FinishReason.CANCELLED and self.batch.has_cancelled(self._request_items[index]):
             self.last_events[index] = event
             return
         try:
@@ -203,12 +204,8 @@ class GenerateBatchBuilder(ResponseBuilder):
         return [ServerSentEvent(text_result(BatchResult, [event], index=i))] if has_content(event) else []
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """Returns the totals and `[DONE]`."""
-        return [ServerSentEvent(self._totals(BatchTotals)), DONE]
-
-    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """Ends with `[DONE]` after the error."""
-        return [*super().stream_error(error), DONE]
+        """Returns the totals."""
+        return [ServerSentEvent(self._totals(BatchTotals))]
 
     def _totals(self, kind: type[Totals], **fields: Any) -> Totals:
         seconds, n = perf_counter() - self._began, len(self._items)
@@ -235,7 +232,7 @@ class GenerateBatchBuilder(ResponseBuilder):
 class RunningBatch:
     """The ids of a running batch's engine requests, by item. Invalid items have none."""
 
-    def __init__(self, ids: dict[int, str], n_items: int, cancel: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, ids: dict[int, str], n_items: int, cancel: Cancel) -> None:
         """`cancel`: ends an engine request by its id."""
         self.n_items = n_items
         self.cancelled: set[str] = set()

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatTurn
@@ -18,13 +17,11 @@ from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.logprobs import LogprobEntry, logprob_entries
-from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, respond
-from cppbatch.server.fields.parse import read_json
+from cppbatch.server.answer.response import ResponseBuilder, generation
 from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
-from cppbatch.server.models.served import lease_model
-from cppbatch.server.models.serving import ChatTools, Serving, new_id
+from cppbatch.server.models.serving import ChatTools, ResolvedRequest, Serving, new_id
 
 Json = dict[str, Any]
 
@@ -116,14 +113,16 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     timings: GenerateTimings | UnsetType = UNSET
 
 
-@routes.post("/generate", GenerateResponse, GenerateRequest, streams=True)
-async def generate(request: web.Request) -> web.StreamResponse:
-    """Complete a prompt."""
-    body = await read_json(request, GenerateRequest)
-    with await lease_model(request, body) as lease:
-        serving, chat = lease.serving, await chat_tools(lease.serving, [body])
-        prepared = await serving.client.render(chat and chat.format, lambda: prepare_generate(body, serving, chat))
-        return await respond(request, lease, prepared, ping_seconds=body.sse_ping_interval)
+@generation(routes, "/generate", GenerateRequest, GenerateResponse)
+async def prepare_generate(body: GenerateRequest, serving: Serving) -> GenerateBuilder:
+    """Complete a prompt.
+
+    Raises `InvalidRequest`.
+    """
+    chat, name = await chat_tools(serving, [body]), new_id("gen-")
+    request = await serving.client.render(chat and chat.format, lambda: engine_request(body, serving, name, chat))
+    names = {"prompt": "messages"} if body.messages is not None else {}
+    return GenerateBuilder(ResolvedRequest(name, [request], names), stream=body.stream)
 
 
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
@@ -139,13 +138,6 @@ def _readable(given: list[list[ChatMessage]]) -> list[list[Json]]:
         with contextlib.suppress(InvalidRequest):
             conversations.append(conversation_of(messages))
     return conversations
-
-
-def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | None) -> PreparedRequest:
-    """The engine request and the builder. `chat`: for `messages`. Raises `InvalidRequest`."""
-    request = engine_request(body, serving, new_id("gen-"), chat)
-    names = {"prompt": "messages"} if body.messages is not None else {}
-    return PreparedRequest([request], GenerateBuilder(), stream=bool(body.stream), field_names=names)
 
 
 def generate_turn(body: GenerateFields) -> ChatTurn:
@@ -183,19 +175,14 @@ def check_fields(body: GenerateFields, serving: Serving) -> None:
 class GenerateBuilder(ResponseBuilder):
     """Builds the response of `/generate`."""
 
+    stream_tail = (DONE,)
+
     def build(self, completions: list[list[GenerationEvent]]) -> GenerateResponse:
         text = "".join(event.text for event in completions[0])
         return text_result(GenerateResponse, completions[0], generated_text=text)
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         return [ServerSentEvent(text_result(GenerateChunk, [event]))] if has_content(event) else []
-
-    def stream_end(self) -> list[ServerSentEvent]:
-        return [DONE]
-
-    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """Ends with `[DONE]` after the error."""
-        return [*super().stream_error(error), DONE]
 
 
 Result = TypeVar("Result", bound=GenerateResponse | GenerateChunk)

@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.cluster.engines.client import EngineClient
@@ -20,7 +19,7 @@ from cppbatch.engine.request import (
     TokenPiece,
     detokenize,
 )
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import InvalidRequest, client_names
 from cppbatch.server.answer.llama_result import LlamaResponse, LlamaResults, StreamTimings
 from cppbatch.server.answer.mixed_prompts import (
     MAX_TEXTS,
@@ -30,14 +29,13 @@ from cppbatch.server.answer.mixed_prompts import (
     prompts_of,
     tokenize,
 )
-from cppbatch.server.answer.response import Json, PreparedRequest, ResponseBuilder, respond
+from cppbatch.server.answer.response import Json, ResponseBuilder, generation
 from cppbatch.server.api.llama_server.fields import LlamaFields, to_sampling_fields
-from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.served import ModelLease, lease_model
-from cppbatch.server.models.serving import Prompt, Serving, new_id
-from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.models.served import ModelLease
+from cppbatch.server.models.serving import Prompt, ResolvedRequest, Serving, new_id
+from cppbatch.server.run_requests import Event
 
 routes = Routes()
 
@@ -63,33 +61,12 @@ COMPLETION: Json = {
 """The response of `/completion`, for `Routes.post`."""
 
 
-@routes.post("/completion", body=LlamaCompletionRequest, also=("/completions",), **COMPLETION)
-async def llama_completion(request: web.Request) -> web.StreamResponse:
-    """Complete one or more prompts."""
-    body = await read_json(request, LlamaCompletionRequest)
-    with await lease_model(request, body) as lease:
-        return await respond_to_completion(request, lease, body, await _prepare_completion(body, lease.serving))
-
-
-async def respond_to_completion(
-    request: web.Request, lease: ModelLease, body: LlamaFields, prepared: PreparedRequest
-) -> web.StreamResponse:
-    """Runs the engine requests, with the body's time limit, and sends the response."""
-    seconds = (body.t_max_predict_ms or 0) / 1000
-    if seconds <= 0:
-        return await respond(request, lease, prepared, ping_seconds=body.sse_ping_interval)
-    requests = lease.apply_key_rules(prepared.requests)
-    events = _run_with_time_limit(lease.serving.client, requests, prepared.builder.n_candidates, seconds, lease.waited)
-    return await respond(request, lease, prepared, events, ping_seconds=body.sse_ping_interval)
-
-
-async def _run_with_time_limit(
-    client: EngineClient, requests: list[GenerationRequest], n_candidates: int, seconds: float, waited: float
+async def _limit_time(
+    client: EngineClient, requests: list[GenerationRequest], running: AsyncGenerator[Event, None], seconds: float
 ) -> AsyncGenerator[Event, None]:
-    """Like `run_requests`, but ends each completion at the first newline more than `seconds` after its first token."""
+    """The events, with each completion ended at the first newline more than `seconds` after its first token."""
     first_token_at: dict[int, float] = {}
     out_of_time: set[int] = set()  # requests cancelled here
-    running = run_requests(client, requests, n_candidates=n_candidates, check_first=True, waited=waited)
     async with contextlib.aclosing(running) as events:
         async for index, event in events:
             if index in out_of_time and event.finish_reason is FinishReason.CANCELLED:
@@ -103,8 +80,12 @@ async def _run_with_time_limit(
                 await client.cancel(requests[index].id)
 
 
-async def _prepare_completion(body: LlamaCompletionRequest, serving: Serving) -> PreparedRequest:
-    """Raises `InvalidRequest`."""
+@generation(routes, "/completion", LlamaCompletionRequest, also=("/completions",), **COMPLETION)
+async def prepare_completion(body: LlamaCompletionRequest, serving: Serving) -> LlamaCompletionBuilder:
+    """Complete one or more prompts.
+
+    Raises `InvalidRequest`.
+    """
     prompts, most = prompts_of(body.prompt), serving.limits.max_prompts_per_batch
     if len(prompts) > most:
         raise InvalidRequest(
@@ -137,33 +118,39 @@ async def _llama_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> Ll
 
 async def prepare_llama_completion(
     body: LlamaFields, serving: Serving, prompts: Sequence[LlamaPrompt]
-) -> PreparedRequest:
+) -> LlamaCompletionBuilder:
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
     serving.check_model(body.model)
     field_names = body.field_names | ({} if body.n_cmpl is None else {"n": "n_cmpl"})
-    try:
+    with client_names(field_names):
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
         for_engine = [prompt.for_engine() for prompt in prompts]
         texts = [detokenize(prompt.tokens) for prompt in prompts if serving.settings.prompts_dir]
-        requests = serving.engine_requests(body, new_id("llama-"), for_engine, texts=texts)
-    except InvalidRequest as error:
-        raise error.with_field(field_names.get(error.field, error.field)) from error
-    builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
+        requests = serving.engine_requests(body, name := new_id("llama-"), for_engine, texts=texts)
+    resolved = ResolvedRequest(name, requests, field_names)
+    return LlamaCompletionBuilder(resolved, body, [prompt.tokens for prompt in prompts], serving)
 
 
 class LlamaCompletionBuilder(ResponseBuilder):
     """Builds the responses of `/completion` and `/infill`."""
 
     def __init__(
-        self, body: LlamaFields, requests: list[GenerationRequest], prompts: list[list[TokenPiece]], serving: Serving
+        self, resolved: ResolvedRequest, body: LlamaFields, prompts: list[list[TokenPiece]], serving: Serving
     ) -> None:
-        super().__init__(n_candidates=body.n_candidates)
+        super().__init__(resolved, stream=body.stream, n_candidates=body.n_candidates)
         self._fields = body.response_fields or []
         self._prompt_only = body.n_predict == 0  # the events contain the echoed prompt, which is omitted
-        self._results = LlamaResults(body, requests, prompts, serving, return_tokens=bool(body.return_tokens))
+        self._results = LlamaResults(body, self.requests, prompts, serving, return_tokens=bool(body.return_tokens))
         self._timings = StreamTimings(body)
+        self._seconds = (body.t_max_predict_ms or 0) / 1000
+
+    def run(self, lease: ModelLease) -> AsyncGenerator[Event, None]:
+        """The events of the requests, with the body's time limit."""
+        events = super().run(lease)
+        if self._seconds <= 0:
+            return events
+        return _limit_time(lease.serving.client, self.requests, events, self._seconds)
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Records the result without an echoed prompt."""
@@ -255,14 +242,13 @@ class InfillRequest(LlamaFields, kw_only=True):
     input_extra: list[ExtraText] | None = None
 
 
-@routes.post("/infill", body=InfillRequest, **COMPLETION)
-async def infill(request: web.Request) -> web.StreamResponse:
-    """Complete the text between a prefix and a suffix."""
-    body = await read_json(request, InfillRequest)
-    with await lease_model(request, body) as lease:
-        prompt = LlamaPrompt(await _infill_prompt(lease.serving, body))
-        prepared = await prepare_llama_completion(body, lease.serving, [prompt])
-        return await respond_to_completion(request, lease, body, prepared)
+@generation(routes, "/infill", InfillRequest, **COMPLETION)
+async def prepare_infill(body: InfillRequest, serving: Serving) -> LlamaCompletionBuilder:
+    """Complete the text between a prefix and a suffix.
+
+    Raises `InvalidRequest`.
+    """
+    return await prepare_llama_completion(body, serving, [LlamaPrompt(await _infill_prompt(serving, body))])
 
 
 async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPiece]:

@@ -9,10 +9,10 @@ import msgspec
 from cppbatch.engine.embeddings import AS_COMPUTED, normalise_vectors
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.answer.response import PreparedRequest, generation
-from cppbatch.server.api.pooling import EmbeddingRequest, PoolingBuilder, prepare_vectors
+from cppbatch.server.answer.response import generation
+from cppbatch.server.api.pooling import EmbeddingRequest, PoolingBuilder, resolve_vectors
 from cppbatch.server.http.endpoint import Routes
-from cppbatch.server.models.serving import Json, Serving
+from cppbatch.server.models.serving import Json, ResolvedRequest, Serving
 from cppbatch.server.settings import MOST_NORM
 
 routes = Routes()
@@ -39,7 +39,7 @@ class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
 
 @generation(routes, "/embeddings", LlamaEmbeddingRequest, list[LlamaEmbedding], streams=False)
 @generation(routes, "/embedding", LlamaEmbeddingRequest, list[LlamaEmbedding], streams=False)
-async def prepare_llama_embeddings(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
+async def prepare_llama_embeddings(body: LlamaEmbeddingRequest, serving: Serving) -> LlamaEmbeddingBuilder:
     """Compute embeddings, in llama-server's format.
 
     Raises `InvalidRequest`.
@@ -54,14 +54,14 @@ async def prepare_llama_embeddings(body: LlamaEmbeddingRequest, serving: Serving
         )
     if body.content is not None:
         body = msgspec.structs.replace(body, input=body.content)
-    return await prepare_vectors(body, serving, LlamaEmbeddingBuilder(body, serving))
+    return LlamaEmbeddingBuilder(await resolve_vectors(body, serving), body, serving)
 
 
 class LlamaEmbeddingBuilder(PoolingBuilder):
     """Builds the response of `/embeddings`."""
 
-    def __init__(self, body: LlamaEmbeddingRequest, serving: Serving) -> None:
-        super().__init__("embd-", serving.name, body)
+    def __init__(self, resolved: ResolvedRequest, body: LlamaEmbeddingRequest, serving: Serving) -> None:
+        super().__init__(resolved, serving.name, body)
         self._body = body
         self._info, self._default = serving.info, serving.settings.embd_normalize
 

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
+from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import Conflict
 from cppbatch.server.answer.logprobs import chat_token_logprobs
@@ -21,6 +22,7 @@ from cppbatch.server.http.api_errors import OllamaErrorResponse, api_error, olla
 from cppbatch.server.http.endpoint import GENERATION_ERRORS
 from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import MODELS, ModelLease, lease_model
+from cppbatch.server.models.serving import ResolvedRequest
 
 ERRORS: Json = {"error": OllamaErrorResponse, "unavailable": OllamaErrorResponse}
 """The error type of all routes, for `Routes`."""
@@ -96,9 +98,10 @@ class OllamaBuilder(ResponseBuilder):
 
     streams_lines = True
 
-    def __init__(self, body: GenerationFields, load_seconds: float) -> None:
+    def __init__(self, resolved: ResolvedRequest, body: GenerationFields, load_seconds: float) -> None:
         """`load_seconds`: the time for which the request has waited for its model."""
-        super().__init__()
+        super().__init__(resolved, stream=body.streams)
+        self._output = AssistantOutput(resolved.chat)
         self._model = body.model
         self._load_seconds = load_seconds
         self._wants_logprobs = bool(body.logprobs)

@@ -7,11 +7,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.chat.chat_format import ChatTurn
-from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.media.sources import source_of_data
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.answer.response import ContentBlock, ContentBlocks, Json, PreparedRequest, respond
+from cppbatch.server.answer.response import ContentBlock, ContentBlocks, Json, respond
 from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, OllamaBuilder, load_or_unload, timestamp
 from cppbatch.server.api.ollama.fields import sampling_of, schema_of, thinking_variables
 from cppbatch.server.api.ollama.truncation import resolve_within_context
@@ -28,7 +27,7 @@ from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import json_response
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.models.served import ModelLease
-from cppbatch.server.models.serving import ResolvedTurn
+from cppbatch.server.models.serving import ResolvedRequest
 
 routes = Routes()
 
@@ -47,7 +46,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
         return await respond(request, lease, await _prepare_chat(body, lease))
 
 
-async def _prepare_chat(body: OllamaChatRequest, lease: ModelLease) -> PreparedRequest:
+async def _prepare_chat(body: OllamaChatRequest, lease: ModelLease) -> ChatBuilder:
     """Raises `InvalidRequest`."""
     serving = lease.serving
     sampling = sampling_of(body, serving)
@@ -60,17 +59,15 @@ async def _prepare_chat(body: OllamaChatRequest, lease: ModelLease) -> PreparedR
         variables=await thinking_variables(body, serving),
         field_names={"response_format": "format"},
     )
-    prepared = await resolve_within_context(serving, turn, sampling, "chat-", truncate=body.truncate is not False)
-    builder = ChatBuilder(body, lease.waited, prepared)
-    return PreparedRequest(prepared.requests, builder, stream=body.streams, field_names=prepared.field_names)
+    resolved = await resolve_within_context(serving, turn, sampling, "chat-", truncate=body.truncate is not False)
+    return ChatBuilder(resolved, body, lease.waited)
 
 
 class ChatBuilder(OllamaBuilder):
     """Builds the response of `/api/chat`."""
 
-    def __init__(self, body: OllamaChatRequest, load_seconds: float, turn: ResolvedTurn) -> None:
-        super().__init__(body, load_seconds)
-        self._output = AssistantOutput(turn.chat)
+    def __init__(self, resolved: ResolvedRequest, body: OllamaChatRequest, load_seconds: float) -> None:
+        super().__init__(resolved, body, load_seconds)
         self._blocks = ContentBlocks()
         self._n_calls = 0
 

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from cppbatch.engine.embeddings import normalise_vectors
 from cppbatch.engine.request import GenerationEvent
-from cppbatch.server.answer.response import PreparedRequest, respond
+from cppbatch.server.answer.response import respond
 from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, load_or_unload, nanoseconds
 from cppbatch.server.api.ollama.types import (
     OllamaEmbeddingsRequest,
@@ -19,7 +19,7 @@ from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import json_response
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.models.served import ModelLease
-from cppbatch.server.models.serving import Prompt, Serving
+from cppbatch.server.models.serving import Prompt, ResolvedRequest, Serving
 
 routes = Routes()
 
@@ -35,9 +35,8 @@ async def embed(request: web.Request) -> web.StreamResponse:
     async with KeptLease(request, body) as lease:
         check_count("input", len(texts))
         most = None if body.truncate is False else lease.serving.info.max_sequence
-        return await respond(
-            request, lease, await _prepare(EmbedBuilder(body, lease), lease.serving, texts, "input", most)
-        )
+        resolved = await _resolve(lease.serving, texts, "input", most)
+        return await respond(request, lease, EmbedBuilder(resolved, body, lease))
 
 
 @routes.post("/api/embeddings", OllamaEmbeddingsResponse, OllamaEmbeddingsRequest, STATUSES, **ERRORS)
@@ -48,19 +47,15 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         await load_or_unload(request, body)
         return json_response(OllamaEmbeddingsResponse(embedding=[]))
     async with KeptLease(request, body) as lease:
-        builder = EmbeddingsBuilder("embd-", lease.serving.name, PoolingFields())
-        most = lease.serving.info.max_sequence
-        return await respond(request, lease, await _prepare(builder, lease.serving, [body.prompt], "prompt", most))
+        resolved = await _resolve(lease.serving, [body.prompt], "prompt", lease.serving.info.max_sequence)
+        return await respond(request, lease, EmbeddingsBuilder(resolved, lease.serving.name, PoolingFields()))
 
 
-async def _prepare(
-    builder: PoolingBuilder, serving: Serving, texts: list[str], field: str, most: int | None
-) -> PreparedRequest:
+async def _resolve(serving: Serving, texts: list[str], field: str, most: int | None) -> ResolvedRequest:
     """`most`: tokens of a text, whose end is cut off; None: longer texts are refused. Raises `InvalidRequest`."""
     check_embeds_whole(serving.info)
     prompts = [text if most is None else await _cut(serving, text, most) for text in texts]
-    requests = pooling_requests(PoolingFields(), serving, builder.id, prompts, field)
-    return PreparedRequest(requests, builder, field_names={"prompt": field})
+    return pooling_requests(PoolingFields(), serving, "embd-", prompts, field)
 
 
 _SPECIAL = 4  # at most: tokens before and after a text
@@ -81,8 +76,8 @@ async def _cut(serving: Serving, text: str, most: int) -> Prompt:
 class EmbedBuilder(PoolingBuilder):
     """Builds the response of `/api/embed`."""
 
-    def __init__(self, body: OllamaEmbedRequest, lease: ModelLease) -> None:
-        super().__init__("embd-", body.model, PoolingFields())
+    def __init__(self, resolved: ResolvedRequest, body: OllamaEmbedRequest, lease: ModelLease) -> None:
+        super().__init__(resolved, body.model, PoolingFields())
         self._dimensions, self._load_seconds = body.dimensions, lease.waited
 
     def build(self, completions: list[list[GenerationEvent]]) -> OllamaEmbedResponse:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from aiohttp import web
 from msgspec import UNSET
 
-from cppbatch.chat.chat_format import ChatTurn, PreparedChat
+from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.output_parser import ReasoningDelta, TextDelta
-from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.media.sources import prompt_of_chat
-from cppbatch.engine.request import GenerationEvent, GenerationRequest
+from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.answer.response import Json, PreparedRequest, respond
+from cppbatch.server.answer.response import Json, respond
 from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, OllamaBuilder, load_or_unload, timestamp
 from cppbatch.server.api.ollama.chat import content_of
 from cppbatch.server.api.ollama.fields import Options, sampling_of, schema_of, thinking_variables
@@ -23,7 +20,7 @@ from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import json_response
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.models.served import ModelLease
-from cppbatch.server.models.serving import Serving, new_id
+from cppbatch.server.models.serving import ResolvedRequest, Serving, new_id
 
 routes = Routes()
 
@@ -55,37 +52,29 @@ def _check(body: OllamaGenerateRequest) -> None:
         raise InvalidRequest(given, f"cannot be combined with {whole}, whose prompt has no chat template")
 
 
-class _Prompt(NamedTuple):
-    """The request of the engine."""
-
-    request: GenerationRequest
-    chat: PreparedChat | None
-    """Reads the text; None: it is not parsed."""
-    tokens: list[int] | None
-    """The prompt's tokens, for `context`; None: there is none in the response."""
-    field_names: dict[str, str]
-
-
-async def _prepare(body: OllamaGenerateRequest, lease: ModelLease) -> PreparedRequest:
+async def _prepare(body: OllamaGenerateRequest, lease: ModelLease) -> GenerateBuilder:
     """Raises `InvalidRequest`."""
     serving = lease.serving
     sampling = sampling_of(body, serving)
     serving.limits.check(sampling)
-    prompt = await (_plain if body.raw or body.suffix else _of_chat)(body, serving, sampling)
-    builder = GenerateBuilder(body, lease.waited, prompt)
-    return PreparedRequest([prompt.request], builder, stream=body.streams, field_names=prompt.field_names)
+    resolve = _resolve_plain if body.raw or body.suffix else _resolve_chat
+    return GenerateBuilder(*await resolve(body, serving, sampling), body, lease.waited)
 
 
-async def _plain(body: OllamaGenerateRequest, serving: Serving, sampling: Options) -> _Prompt:
+_Resolved = tuple[ResolvedRequest, list[int] | None]
+"""A request, and the tokens of its prompt for `context`; None: there is none in the response."""
+
+
+async def _resolve_plain(body: OllamaGenerateRequest, serving: Serving, sampling: Options) -> _Resolved:
     """The prompt as it is, or with the text that follows its completion."""
     text = fill_in_prompt(serving, body.prompt, body.suffix) if body.suffix else body.prompt
     schema = schema_of(body)
     required: Json = {} if schema is None else {"json_schema": schema}
-    (request,) = serving.engine_requests(sampling, new_id("gen-"), [text], required)
-    return _Prompt(request, None, None, sampling.field_names | {"json_schema": "format"})
+    requests = serving.engine_requests(sampling, name := new_id("gen-"), [text], required)
+    return ResolvedRequest(name, requests, sampling.field_names | {"json_schema": "format"}), None
 
 
-async def _of_chat(body: OllamaGenerateRequest, serving: Serving, sampling: Options) -> _Prompt:
+async def _resolve_chat(body: OllamaGenerateRequest, serving: Serving, sampling: Options) -> _Resolved:
     """The prompt as a user's message, after the tokens of an earlier response."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     turn = ChatTurn(
@@ -94,28 +83,28 @@ async def _of_chat(body: OllamaGenerateRequest, serving: Serving, sampling: Opti
         variables=await thinking_variables(body, serving),
         field_names={"messages": "prompt", "response_format": "format"},
     )
-    prepared = await serving.resolve(turn, sampling, "gen-")
-    (request,) = prepared.requests
+    resolved = await serving.resolve(turn, sampling, "gen-")
     if body.images:
         if body.context:
             raise InvalidRequest("context", "cannot be combined with images; send the messages to /api/chat")
-        return _Prompt(request, prepared.chat, None, prepared.field_names)
-    tokens = [piece.id for piece in await serving.chat_tokens(prepared.chat)]
+        return resolved, None
+    tokens = [piece.id for piece in await serving.chat_tokens(resolved.chat)]
     if body.context:
-        own = await serving.client.tokenize(prompt_of_chat(prepared.chat), add_special=False)
+        own = await serving.client.tokenize(prompt_of_chat(resolved.chat), add_special=False)
         tokens = [*body.context, *(piece.id for piece in own)]
-        (request,) = serving.engine_requests(sampling, prepared.id, [tokens], prepared.chat.params)
-    names = prepared.field_names | ({"prompt": "context"} if body.context else {})
-    return _Prompt(request, prepared.chat, tokens, names)
+        requests = serving.engine_requests(sampling, resolved.id, [tokens], resolved.chat.params)
+        resolved = resolved._replace(requests=requests, field_names=resolved.field_names | {"prompt": "context"})
+    return resolved, tokens
 
 
 class GenerateBuilder(OllamaBuilder):
     """Builds the response of `/api/generate`."""
 
-    def __init__(self, body: OllamaGenerateRequest, load_seconds: float, prompt: _Prompt) -> None:
-        super().__init__(body, load_seconds)
-        self._output = AssistantOutput(prompt.chat) if prompt.chat else None
-        self._tokens = prompt.tokens
+    def __init__(
+        self, resolved: ResolvedRequest, tokens: list[int] | None, body: OllamaGenerateRequest, load_seconds: float
+    ) -> None:
+        super().__init__(resolved, body, load_seconds)
+        self._tokens = tokens
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Keeps the new tokens for `context`."""
@@ -136,8 +125,6 @@ class GenerateBuilder(OllamaBuilder):
 
     def _read(self, events: list[GenerationEvent]) -> tuple[str, str]:
         """The text and the reasoning that the events add."""
-        if self._output is None:
-            return "".join(event.text for event in events), ""
         deltas = [delta for event in events for delta in self._output.read(event)]
         text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
         return text, "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))

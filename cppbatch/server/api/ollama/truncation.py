@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api.ollama.fields import Options
-from cppbatch.server.models.serving import Json, ResolvedTurn, Serving
+from cppbatch.server.models.serving import Json, ResolvedRequest, Serving
 
 log = logging.getLogger("cppbatch.server")
 
@@ -18,15 +18,15 @@ _ROOM = 8  # at least this fraction of the context remains for the answer
 
 async def resolve_within_context(
     serving: Serving, turn: ChatTurn, sampling: Options, id_prefix: str, *, truncate: bool
-) -> ResolvedTurn:
+) -> ResolvedRequest:
     """Prepares the turn. With `truncate`, leaves out messages, the oldest first, until the prompt and an eighth of the
     context for the answer fit. System messages and the last message remain: a prompt that is still too long is
     refused."""
-    prepared = await serving.resolve(turn, sampling, id_prefix)
+    resolved = await serving.resolve(turn, sampling, id_prefix)
     most = serving.info.max_sequence - serving.info.max_sequence // _ROOM
     # A token has at least one byte.
-    if not truncate or len(prepared.chat.prompt.encode()) + _n_media(turn) * most <= most:
-        return prepared
+    if not truncate or len(resolved.chat.prompt.encode()) + _n_media(turn) * most <= most:
+        return resolved
 
     async def fits(shorter: ChatTurn) -> bool:
         try:
@@ -37,14 +37,14 @@ async def resolve_within_context(
             raise
 
     if await fits(turn):
-        return prepared
+        return resolved
     places = removable(turn.messages)
     low, high = 0, len(places)  # all fits after `high`, if anything does
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if await fits(without(turn, places[middle])) else (middle + 1, high)
     if low == len(places):
-        return prepared  # the engine refuses it, and says how long it is
+        return resolved  # the engine refuses it, and says how long it is
     log.warning(
         "%s: left out the oldest %d messages of a conversation longer than the context of %d tokens (-c)",
         serving.name, len(turn.messages) - len(without(turn, places[low]).messages), serving.info.max_sequence,

@@ -11,7 +11,7 @@ from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.answer.llama_result import has_output
 from cppbatch.server.answer.logprobs import ChatLogprobs, chat_token_logprobs
-from cppbatch.server.answer.response import PreparedRequest, generation
+from cppbatch.server.answer.response import generation
 from cppbatch.server.api.openai.chat_types import (
     CalledCustomTool,
     CalledFunction,
@@ -32,7 +32,7 @@ from cppbatch.server.api.openai.chat_types import (
 from cppbatch.server.api.openai.choices import ChoicesBuilder, Extras, logprobs_of, verbose_results
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import ResolvedTurn, Serving
+from cppbatch.server.models.serving import ResolvedRequest, Serving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,26 +48,25 @@ routes = Routes()
     in_batches=True,
     also=("/chat/completions",),
 )
-async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving) -> PreparedRequest:
+async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving) -> ChatCompletionBuilder:
     """Generate the next assistant message.
 
     Raises `InvalidRequest`.
     """
     serving.check(body)
     serving.check_size(body)
-    turn = await serving.resolve(body.turn(), body, "chatcmpl-")
-    builder = ChatCompletionBuilder(body, serving, turn)
-    builder.verbose = await verbose_results(body, turn.requests, serving)
-    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
+    builder = ChatCompletionBuilder(body, serving, await serving.resolve(body.turn(), body, "chatcmpl-"))
+    builder.verbose = await verbose_results(body, builder.requests, serving)
+    return builder
 
 
 class ChatCompletionBuilder(ChoicesBuilder):
     """Builds the response of a chat completion."""
 
-    def __init__(self, body: ChatCompletionRequest, serving: Serving, turn: ResolvedTurn) -> None:
-        super().__init__(body, serving, turn.id)
+    def __init__(self, body: ChatCompletionRequest, serving: Serving, resolved: ResolvedRequest) -> None:
+        super().__init__(body, serving, resolved)
         self._wants_logprobs = bool(body.wants_logprobs)
-        self._chat = turn.chat
+        self._chat = resolved.chat
         self._is_legacy = bool(body.legacy_functions)
         self._outputs: dict[int, AssistantOutput] = {}  # by the index of the completion
         self._writers: dict[int, _DeltaWriter] = {}

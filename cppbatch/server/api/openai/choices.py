@@ -18,12 +18,11 @@ from cppbatch.server.answer.llama_result import (
     PromptProgress,
     StreamTimings,
     Timings,
-    timings,
 )
 from cppbatch.server.answer.response import Json, ResponseBuilder, media_details
 from cppbatch.server.fields.sampling import TimingFields
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
-from cppbatch.server.models.serving import Serving
+from cppbatch.server.models.serving import ResolvedRequest, Serving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,10 +97,12 @@ async def verbose_results(
 class ChoicesBuilder(ResponseBuilder):
     """Returns the `n_choices` of `n_candidates` completions per prompt with the highest mean log-probability."""
 
-    def __init__(self, body: TimingFields, serving: Serving, response_id: str) -> None:
-        super().__init__(n_candidates=body.n_candidates)
+    stream_tail = (DONE,)
+
+    def __init__(self, body: TimingFields, serving: Serving, resolved: ResolvedRequest) -> None:
+        super().__init__(resolved, stream=body.stream, n_candidates=body.n_candidates)
         self.head: Json = {
-            "id": response_id,
+            "id": resolved.id,
             "created": int(time.time()),
             "model": serving.name,
             "system_fingerprint": serving.fingerprint,
@@ -164,23 +165,13 @@ class ChoicesBuilder(ResponseBuilder):
         return {
             **self.head,
             "usage": self.usage(),
-            "timings": self.timings(0),
+            "timings": self.timings(),
             "verbose": self.verbose.response(0, self.last_events[0], completions[0]) if self.verbose else UNSET,
         }
 
-    def timings(self, index: int) -> Timings | UnsetType:
-        """The times of a finished completion."""
-        usage = self.last_events[index].usage
-        return timings(usage) if usage else UNSET
-
     def stream_end(self) -> list[ServerSentEvent]:
-        """With `include_usage`, a chunk with the usage and no choices precedes `[DONE]`."""
-        usage = [self.chunk([], usage=self.usage(), timings=self.timings(0))] if self._include_usage else []
-        return [*usage, DONE]
-
-    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
-        """Ends with `[DONE]` after the error."""
-        return [*super().stream_error(error), DONE]
+        """With `include_usage`, a chunk with the usage and no choices."""
+        return [self.chunk([], usage=self.usage(), timings=self.timings())] if self._include_usage else []
 
     def usage(self) -> Usage:
         """The usage of all completions, including those not returned."""

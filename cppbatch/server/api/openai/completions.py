@@ -12,7 +12,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import LlamaChunk, LlamaResponse, PromptProgress, Timings
 from cppbatch.server.answer.logprobs import CompletionLogprobs, completion_logprobs
-from cppbatch.server.answer.response import PreparedRequest, generation
+from cppbatch.server.answer.response import generation
 from cppbatch.server.api.openai.choices import (
     ChoicesBuilder,
     Extras,
@@ -23,7 +23,7 @@ from cppbatch.server.api.openai.choices import (
 )
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import Prompt, Serving, new_id
+from cppbatch.server.models.serving import Prompt, ResolvedRequest, Serving, new_id
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,7 +122,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 @generation(routes, "/v1/completions", CompletionRequest, CompletionResponse, in_batches=True)
 async def prepare_completion(
     body: CompletionRequest, serving: Serving, default_max_tokens: int = _DEFAULT_MAX_TOKENS
-) -> PreparedRequest:
+) -> CompletionBuilder:
     """Complete one or more prompts.
 
     `default_max_tokens`: for requests that do not set it. Raises `InvalidRequest`.
@@ -133,9 +133,9 @@ async def prepare_completion(
         prompts = [fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
     response_id = new_id("cmpl-")
     requests = serving.engine_requests(body, response_id, prompts, max_tokens=default_max_tokens)
-    builder = CompletionBuilder(body, serving, response_id)
+    builder = CompletionBuilder(body, serving, ResolvedRequest(response_id, requests, body.field_names))
     builder.verbose = await verbose_results(body, requests, serving)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=body.field_names)
+    return builder
 
 
 def fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
@@ -151,8 +151,8 @@ def fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
 class CompletionBuilder(ChoicesBuilder):
     """Builds the response of a completion."""
 
-    def __init__(self, body: CompletionRequest, serving: Serving, response_id: str) -> None:
-        super().__init__(body, serving, response_id)
+    def __init__(self, body: CompletionRequest, serving: Serving, resolved: ResolvedRequest) -> None:
+        super().__init__(body, serving, resolved)
         self._wants_logprobs = body.logprobs is not None
 
     def build(self, completions: list[list[GenerationEvent]]) -> CompletionResponse:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
-from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
+from cppbatch.server.answer.llama_result import StreamTimings
 from cppbatch.server.answer.logprobs import TokenSplitter
-from cppbatch.server.answer.response import ContentBlocks, PreparedRequest, ResponseBuilder, generation, media_details
+from cppbatch.server.answer.response import ContentBlocks, ResponseBuilder, generation, media_details
 from cppbatch.server.api.responses.conversion import response_turn
 from cppbatch.server.api.responses.output_items import OutputItems
 from cppbatch.server.api.responses.tools import UsedTools
@@ -38,13 +38,13 @@ from cppbatch.server.api.responses.types import (
 from cppbatch.server.http.api_errors import api_error
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import ServerSentEvent
-from cppbatch.server.models.serving import ResolvedTurn, Serving
+from cppbatch.server.models.serving import ResolvedRequest, Serving
 
 routes = Routes()
 
 
 @generation(routes, "/v1/responses", ResponsesRequest, ResponsesResponse, in_batches=True, also=("/responses",))
-async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
+async def prepare_response(body: ResponsesRequest, serving: Serving) -> ResponsesBuilder:
     """Generate the next assistant message, in the Responses API.
 
     Raises `InvalidRequest`.
@@ -52,23 +52,16 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     serving.check(body)
     serving.check_size(body)
     tools = body.used_tools()
-    turn = await serving.resolve(response_turn(body, tools), body, "resp_")
-    return PreparedRequest(
-        turn.requests,
-        ResponsesBuilder(body, serving.name, turn, tools),
-        stream=bool(body.stream),
-        field_names=turn.field_names,
-        ignored=(*body.ignored, *tools.left_out),
-    )
+    return ResponsesBuilder(body, serving.name, await serving.resolve(response_turn(body, tools), body, "resp_"), tools)
 
 
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesRequest, model: str, turn: ResolvedTurn, tools: UsedTools) -> None:
-        super().__init__()
-        self._started = _initial_response(turn.id, body, model, turn.requests[0].params, tools)
-        self._output = AssistantOutput(turn.chat)
+    def __init__(self, body: ResponsesRequest, model: str, resolved: ResolvedRequest, tools: UsedTools) -> None:
+        super().__init__(resolved, stream=body.stream, ignored=(*body.ignored, *tools.left_out))
+        self._started = _initial_response(resolved.id, body, model, resolved.requests[0].params, tools)
+        self._output = AssistantOutput(resolved.chat)
         self._blocks = ContentBlocks()
         self._items = OutputItems(tools)
         self._splitter = TokenSplitter() if body.wants_logprobs else None
@@ -79,7 +72,7 @@ class ResponsesBuilder(ResponseBuilder):
     def build(self, completions: list[list[GenerationEvent]]) -> ResponsesResponse:
         for event in completions[0]:
             self._read(event)
-        return msgspec.structs.replace(self._final_response(), timings=self._timings())
+        return msgspec.structs.replace(self._final_response(), timings=self.timings())
 
     def stream_start(self) -> list[ServerSentEvent]:
         """Returns `response.created`, and `response.in_progress` unless the next event includes it."""
@@ -102,7 +95,7 @@ class ResponsesBuilder(ResponseBuilder):
         """Returns `response.completed` or `response.incomplete`."""
         response = self._final_response()
         last = ResponseCompleted if response.status == "completed" else ResponseIncomplete
-        return self._to_sse(last(response=response, timings=self._timings()))
+        return self._to_sse(last(response=response, timings=self.timings()))
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
         """Returns `response.failed` with the output so far."""
@@ -136,10 +129,6 @@ class ResponsesBuilder(ResponseBuilder):
             event.sequence_number = self._n_events
             self._n_events += 1
         return [ServerSentEvent(event, str(event.__struct_config__.tag)) for event in events]
-
-    def _timings(self) -> Timings | UnsetType:
-        usage = self.last_events[0].usage
-        return timings(usage) if usage else UNSET
 
     @property
     def _is_complete(self) -> bool:

@@ -1,4 +1,4 @@
-"""Several threads on one engine take turns: one of them steps while the others wait for their events."""
+"""Access of several threads to one engine: one of them steps while the others wait for their events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class _Inside(threading.local):
-    """Whether this thread has a turn or waits for one."""
+    """Whether this thread has access or waits for it."""
 
     value = False
 
@@ -42,26 +42,25 @@ class OwnProcess:
             )
 
 
-class Turns:
+class EngineAccess:
     """The order in which threads use an engine: first come, first served, one at a time.
 
-    A turn is a step, or work between two steps (add, cancel ...). So a thread that adds a request waits at most for the
-    running step. No lock is held during a turn. Ctrl-C in a turn takes effect at its end, so it never interrupts a
-    step.
+    An access is a step, or work between two steps (add, cancel ...). So a thread that adds a request waits at most for
+    the running step. No lock is held during an access. Ctrl-C takes effect at its end, so it never interrupts a step.
 
-    An `EngineCore` with its own thread (`LocalEngine`, a worker) does not need turns.
+    An `EngineCore` with its own thread (`LocalEngine`, a worker) does not need this.
     """
 
     def __init__(self, process: OwnProcess) -> None:
         self._process = process
-        self._changed = threading.Condition(threading.Lock())  # notified at the end of each turn
-        self._n_taken = self._n_ended = 0  # turns
-        self._thread: int | None = None  # the thread with the turn
+        self._changed = threading.Condition(threading.Lock())  # notified at the end of each access
+        self._n_taken = self._n_ended = 0  # accesses
+        self._thread: int | None = None  # the thread that has access
         self._inside = _Inside()
-        self._later: deque[Callable[[], object]] = deque()  # calls for the end of a turn
+        self._later: deque[Callable[[], object]] = deque()  # calls for the end of an access
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Waits for a turn and calls `work`. A call within a turn of the same thread belongs to that turn.
+        """Waits for access and calls `work`. A call within an access of the same thread belongs to it.
 
         Raises `EngineClosed` in a forked process.
         """
@@ -72,7 +71,7 @@ class Turns:
             with interrupts_deferred(), self._mark_inside():
                 return self._take(work)
         finally:
-            if self._later:  # since the end of the turn
+            if self._later:  # since the end of the access
                 self.run(lambda: None)
 
     def _take(self, work: Callable[[], Result]) -> Result:
@@ -92,7 +91,7 @@ class Turns:
                 self._changed.notify_all()
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Calls `work` in a turn; if this thread has one or waits for one, at the end of that turn.
+        """Calls `work` with access; if this thread has it or waits for it, at the end of that access.
 
         For calls by garbage collection in the middle of a step: closing an unreferenced iterator.
         """
@@ -102,7 +101,7 @@ class Turns:
             self.run(work)
 
     def check_outside(self) -> None:
-        """Raises `RuntimeError` within a turn of this thread, which would wait for itself."""
+        """Raises `RuntimeError` within an access of this thread, which would wait for itself."""
         if self._thread == threading.get_ident():
             raise RuntimeError(
                 "the engine is computing a step on this thread: a logits processor, stopping criterion or other "
@@ -118,7 +117,7 @@ class Turns:
             self._inside.value = False
 
     def until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> None:
-        """Returns once `is_done`. Until then, calls `step` in turns, except while other threads do."""
+        """Returns once `is_done`. Until then, calls `step` with access, except while other threads do."""
         while not is_done():
             with self._mark_inside(), self._changed:
                 while self._n_taken > self._n_ended and not is_done():
