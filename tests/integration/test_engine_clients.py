@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -232,20 +233,27 @@ async def test_requests_are_accepted_from_the_end_of_loading_until_close_which_e
     await soon(engine.close())
 
 
-async def test_closing_while_loading_is_the_error_of_those_who_wait(
+def worker_processes() -> set[int]:
+    children = psutil.Process().children()
+    return {child.pid for child in children if "cppbatch.cluster.worker.main" in child.cmdline()}
+
+
+async def test_closing_while_loading_ends_the_worker_and_is_the_error_of_those_who_wait(
     make: Make, gate: threading.Event, cluster: FakeReplicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = worker_processes()
     engine = make()
     cluster.state = ReplicaSetStatus(status="starting", n_wanted=1)
     monkeypatch.setattr(FakeWorker, "receive", lambda worker: asyncio.Event().wait())
     loading = asyncio.create_task(engine.loaded())
-    await settle()
+    await asyncio.sleep(0.1)
     closing = asyncio.create_task(engine.close())
     await settle()
     gate.set()
     await soon(closing)
     with pytest.raises(CppBatchError, match=r"closed while loading|stopped"):
         await soon(loading)
+    assert worker_processes() == before
 
 
 async def test_an_error_of_loading_is_raised_and_kept(
