@@ -38,6 +38,10 @@ class Spread(msgspec.Struct, frozen=True):
             return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ±{(self.high - self.low) / 2:.{digits}f}"
 
+    def range_text(self, digits: int) -> str:
+        """Returns `1.16 (0.90 to 1.31)`, the median and the range."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
 
 class Column(msgspec.Struct, frozen=True):
     """A column of a report's table."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from cppbatch.bench.load.workload import PREFIX_TOKENS, SAMPLES, SIZES
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
@@ -313,13 +314,7 @@ def explain_trace(trace: Path) -> tuple[Report, Draw]:
 # --- bench serve ------------------------------------------------------------------------------------------------------
 
 _MAX_ROWS = 32  # of a step, for `of ideal`
-_SIZES = {  # of each workload, in tokens: prompt, output
-    "mixed": (Lengths(32, 512), Lengths(16, 128)),
-    "fixed": (Lengths(128, 128), Lengths(64, 64)),
-    "shared-prefix": (Lengths(20, 20), Lengths(32, 32)),
-    "fan-out": (Lengths(256, 256), Lengths(32, 32)),
-    **{name: (Lengths(1, 1), Lengths(text.max_tokens, text.max_tokens)) for name, text in TEXT_WORKLOADS.items()},
-}
+_SIZE_OPTIONS = ("prompt_tokens", "output_tokens", "prefix_tokens", "samples", "samples_by")
 
 
 @bench.command("serve")
@@ -329,7 +324,7 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 )  # fmt: skip
 @click.option("--label", help="The server's name in the table, same as NAME= in --url.")
 @option(
-    "--workload", type=click.Choice(list(_SIZES)), default="mixed",
+    "--workload", type=click.Choice(list(SIZES)), default="mixed",
     help="mixed: prompts and outputs of many lengths; fixed: all of one length; shared-prefix: prompts with a common "
     "prefix; fan-out: many samples of each prompt. Texts for speculative decoding, which the model ends itself: "
     f"{'; '.join(f'{name}: {text.about}' for name, text in TEXT_WORKLOADS.items())}.",
@@ -355,8 +350,8 @@ _SIZES = {  # of each workload, in tokens: prompt, output
     "--output-tokens", callback=_lengths, metavar="N|LOW-HIGH",
     help="Length of each output; for text workloads, the maximum.  [default: the workload's]",
 )  # fmt: skip
-@option("--prefix-tokens", type=int, default=580, help="With shared-prefix: length of the common prefix.")
-@option("--samples", type=int, default=16, help="With fan-out: samples of each prompt.")
+@option("--prefix-tokens", type=int, default=PREFIX_TOKENS, help="With shared-prefix: length of the common prefix.")
+@option("--samples", type=int, default=SAMPLES, help="With fan-out: samples of each prompt.")
 @option(
     "--samples-by", type=click.Choice(["requests", "n"]), default="requests",
     help="With fan-out: send one request per sample, or one request with n for all samples.",
@@ -434,41 +429,25 @@ def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
 
 def _load(
     *,
-    workload: Any,
+    workload: str,
     n_requests: int,
-    prompt_tokens: Lengths | None,
-    output_tokens: Lengths | None,
-    prefix_tokens: int,
-    samples: int,
-    samples_by: Any,
     concurrency: int | None,
     rate: float | None,
     seed: int | None,
     endpoint: Any,
     **others: Any,
 ) -> LoadSettings:
-    from cppbatch.bench.load.workload import LoadSettings, Workload
+    from cppbatch.bench.load.workload import LoadSettings, make_workload
 
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency cannot be combined: with --rate, clients do not wait for answers")
-    is_text = workload in TEXT_WORKLOADS
-    if is_text and prompt_tokens:
-        raise ConfigError(f"--prompt-tokens does not apply to --workload {workload}: its texts have fixed lengths")
-    prompt, output = _SIZES[workload]
+    sizes = {name: others.pop(name) for name in _SIZE_OPTIONS}
     return LoadSettings(
-        workload=Workload(
-            kind=workload,
-            n_requests=n_requests,
-            prompt_tokens=prompt_tokens or prompt,
-            output_tokens=output_tokens or output,
-            prefix_tokens=prefix_tokens if workload == "shared-prefix" else 0,
-            samples=samples if workload == "fan-out" else 1,
-            samples_by=samples_by,
-        ),
+        workload=make_workload(workload, n_requests, **sizes),
         concurrency=16 if concurrency is None else concurrency,
         rate=rate,
         seed=secrets.randbelow(2**31) if seed is None else seed,
-        endpoint=endpoint or ("chat" if is_text else "completions"),
+        endpoint=endpoint or ("chat" if workload in TEXT_WORKLOADS else "completions"),
         **others,
     )
 
