@@ -40,16 +40,24 @@ class Comparison:
         self.turns: list[dict[str, Figures]] = []
 
     def measure(self, n_turns: int, measure: Callable[[str, int], Figures], *, uncounted: int = 0) -> Comparison:
-        """Measures each variant once per turn; the first `uncounted` turns are dropped. Shows each turn on stderr."""
-        for turn in range(uncounted + n_turns):
-            found: dict[str, Figures] = {}
-            for name in order_of_turn(self.names, turn):
-                found[name] = measure(name, turn)
-                known = [f"{key} {value:.4g}" for key, value in found[name].items() if value is not None]
-                print(f"turn {turn + 1 - uncounted}, {name}: {', '.join(known[:_SHOWN])}", file=sys.stderr, flush=True)
-            if turn >= uncounted:
-                self.turns.append(found)
+        """Measures each variant once per turn, after `uncounted` turns that are dropped."""
+        for name, turn in self.schedule(n_turns, uncounted=uncounted):
+            self.note(name, turn - uncounted, measure(name, turn))
         return self
+
+    def schedule(self, n_turns: int, *, uncounted: int = 0) -> Iterator[tuple[str, int]]:
+        """Yields each variant with the number of its turn, in the order in which they are to be measured."""
+        for turn in range(uncounted + n_turns):
+            for name in order_of_turn(self.names, turn):
+                yield name, turn
+
+    def note(self, name: str, turn: int, figures: Figures) -> None:
+        """Adds the figures of a variant, and shows the first ones on stderr. A negative turn is not counted."""
+        known = [f"{key} {value:.4g}" for key, value in figures.items() if value is not None]
+        print(f"turn {turn + 1}, {name}: {', '.join(known[:_SHOWN])}", file=sys.stderr, flush=True)
+        if turn >= 0:
+            self.turns += [{} for _ in range(turn + 1 - len(self.turns))]
+            self.turns[turn][name] = figures
 
     def values(self, name: str, key: str) -> list[float | None]:
         """Returns the figure of a variant in each turn."""
