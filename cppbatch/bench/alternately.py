@@ -74,17 +74,20 @@ class Comparison:
         ratios = [one / other for one, other in pairs if one and other]
         return Spread.of(ratios) if ratios else None
 
-    def table(self, columns: Sequence[Column], ratios: Mapping[str, str] | None = None, base: str = "") -> str:
+    def table(
+        self, columns: Sequence[Column], ratios: Mapping[str, str] | None = None, base: str = "", digits: int = 2
+    ) -> str:
         """Returns a Markdown table with a row for each variant: medians, then ratios to `base`.
 
-        `ratios`: titles of the ratios by the key of their figure. `base`: the first variant unless given.
+        `ratios`: titles of the ratios by the key of their figure. `base`: the first variant unless given. `digits`: of
+        the ratios.
         """
         base = base or self.names[0]
         rows = [
             [
                 name,
                 *(cell(self.median(name, column.key), column.digits) for column in columns),
-                *(ratio_cell(self.ratio(key, name, base)) for key in ratios or ()),
+                *(ratio_cell(self.ratio(key, name, base), digits) for key in ratios or ()),
             ]
             for name in self.names
         ]
@@ -107,9 +110,9 @@ def cell(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def ratio_cell(ratio: Spread | None) -> str:
+def ratio_cell(ratio: Spread | None, digits: int = 2) -> str:
     """Formats a ratio with its range."""
-    return "-" if ratio is None else ratio.range_text(2)
+    return "-" if ratio is None else ratio.range_text(digits)
 
 
 # --- servers and other processes -------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from cppbatch.bench.load.target import Target
     from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
-    from cppbatch.engine.model_info import ModelInfo
 
 option = partial(click.option, show_default=True)
 
@@ -152,7 +151,7 @@ def throughput(
             batch_sizes=batch_sizes or (1, 2, 4, 8, 16), workloads=workloads, new_tokens=new_tokens, repeats=repeats
         )
         config = msgspec.structs.replace(config, spec=speculation)
-        return measure_speedup(config, wanted, _chat_prompt, show), plot_speedup
+        return measure_speedup(config, wanted, show), plot_speedup
     from cppbatch.bench.energy import EnergySettings
     from cppbatch.bench.throughput import Sizes, measure_throughput, plot_throughput
 
@@ -164,16 +163,6 @@ def throughput(
     )
     energy = EnergySettings(watts=watts, power_price=power_price)
     return measure_throughput(config, given, show, energy), plot_throughput
-
-
-def _chat_prompt(info: ModelInfo, message: str) -> str:
-    """The prompt for this user message; the message itself if the model has no chat template."""
-    from cppbatch.chat.template import ChatTemplate
-
-    if info.chat_template is None:
-        return message
-    template = ChatTemplate(info.chat_template, bos=info.bos, eos=info.eos)
-    return template.render([{"role": "user", "content": message}])
 
 
 # --- bench roofline ---------------------------------------------------------------------------------------------------

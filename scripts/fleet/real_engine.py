@@ -81,7 +81,7 @@ def _measure_overhead(config: EngineConfig, runtime: Runtime) -> float:
     with BatchInferenceEngine(config, runtime=replace(runtime, close=lambda: None)) as engine:
         engine.generate(prompts, SamplingParams(temperature=0, max_tokens=_NEW, ignore_eos=True), progress=False)
         stats = engine.stats()
-        engine.clear_prefix_cache()
+    runtime.context.clear()
     return 1e3 * sum(stats.step_seconds[phase] for phase in ("schedule", "fill", "advance")) / stats.steps
 
 
@@ -165,7 +165,7 @@ async def run_load(config: EngineConfig, runtime: Runtime, load: Load) -> tuple[
         await asyncio.gather(*(begin(*beginning) for beginning in conversations(load)))
         run.end_s = run.replica_s = run.clock()
         run.busy_s = sum(step.seconds for step in steps)
-        await engine.clear_prefix_cache()
+    runtime.context.clear()
     return run, steps
 
 
