@@ -127,7 +127,7 @@ async def converse(client: LoadClient, load: Load, system: str, chance: random.R
 async def run_load(url: str, load: Load, seed: int) -> Figures:
     """Holds all conversations at the same time."""
     began, system = perf_counter(), text(random.Random(seed), load.system_words)
-    async with LoadClient(TargetServer(label="server", url=url, model="model", endpoint="chat"), LIMIT_S) as client:
+    async with LoadClient(TargetServer(label="server", url=url, model="", endpoint="chat"), LIMIT_S) as client:
         chances = [random.Random(f"{seed} {i}") for i in range(load.conversations)]
         of_each = await asyncio.gather(*(converse(client, load, system, chance) for chance in chances))
     outcomes = [outcome for conversation in of_each for outcome in conversation]
