@@ -158,8 +158,8 @@ def main() -> None:
     found = Comparison(commands).measure(
         args.turns, lambda name, turn: {"start": first_token(commands[name])}, uncounted=1
     )
-    base = list(commands)[-1]
-    print(found.table([Column("start", "start to first token, s", 2)], {"start": f"of {base}'s time"}, base=base))
+    ratios = {"start": "of llama-server's time"} if args.llama_server else {}
+    print(found.table([Column("start", "start to first token, s", 2)], ratios, base=list(commands)[-1]))
     print_parts(model, args.turns)
 
 

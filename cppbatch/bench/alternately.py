@@ -14,7 +14,6 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 from cppbatch.bench.report import Column, Spread, markdown_table
@@ -65,14 +64,13 @@ class Comparison:
 
     def median(self, name: str, key: str) -> float | None:
         """Returns the median over the turns; None if the figure was never measured."""
-        known = [value for value in self.values(name, key) if value is not None]
-        return median(known) if known else None
+        spread = Spread.of_known(self.values(name, key))
+        return spread and spread.median
 
     def ratio(self, key: str, name: str, base: str) -> Spread | None:
         """Returns the ratios of two variants' figures of the same turn; None without such a pair."""
         pairs = zip(self.values(name, key), self.values(base, key), strict=True)
-        ratios = [one / other for one, other in pairs if one and other]
-        return Spread.of(ratios) if ratios else None
+        return Spread.of_known(one / other for one, other in pairs if one and other)
 
     def table(
         self, columns: Sequence[Column], ratios: Mapping[str, str] | None = None, base: str = "", digits: int = 2

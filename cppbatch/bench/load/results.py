@@ -116,7 +116,7 @@ def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIde
         "requests": len(outcomes),
         "failed": len(failures),
         "failures": dict(Counter(failure.kind for failure in failures)),
-        **{name: _spread(figures[name] for figures in measured) for name in measured[0]},
+        **{name: Spread.of_known(figures[name] for figures in measured) for name in measured[0]},
     }
 
 
@@ -157,11 +157,6 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     """Returns None if a count is unknown or there are none."""
     known = list(counts)
     return sum(each for each in known if each is not None) if known and None not in known else None
-
-
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    known = [value for value in values if value is not None]
-    return Spread.of(known) if known else None
 
 
 # --- load plot -------------------------------------------------------------------------------------------------------
