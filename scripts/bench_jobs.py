@@ -18,10 +18,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from random import Random
 
 import psutil
 
 from cppbatch.bench.alternately import Comparison, script_arguments
+from cppbatch.bench.prompts import random_text
 from cppbatch.bench.report import Column
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
@@ -40,24 +42,12 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.child_process import ChildProcess
 
 N_TOKENS = 32
-TASKS = [
-    "Explain in simple words", "Write a short story about", "List five facts about", "Give me advice about",
-    "Summarise what people know about", "Write a letter to a friend about", "What are common mistakes with",
-    "Compare two opinions about", "Write a short poem about", "Describe a day in the life of somebody who loves",
-]  # fmt: skip
-SUBJECTS = [
-    "the water cycle", "old trains", "baking bread", "learning to swim", "the moon", "small gardens", "bees", "chess",
-    "the history of maps", "riding a bicycle", "saving money", "winter in the mountains", "public libraries",
-    "how rockets fly", "coral reefs", "playing the piano", "city birds", "volcanoes", "good sleep", "making tea",
-    "the first computers", "long walks", "lighthouses", "healthy lunches", "clouds", "dogs and cats", "deserts",
-    "repairing clothes", "the stars", "museums",
-]  # fmt: skip
 N_LINES = 1_000_000
 
 
 def prompts() -> list[str]:
     """Returns 300 prompts of 8 to 20 tokens."""
-    return [f"{task} {subject}.\n\n" for task in TASKS for subject in SUBJECTS]
+    return [f"{random_text(Random(i), 6 + i % 13)}\n\n" for i in range(300)]
 
 
 def by_engine(config: EngineConfig) -> float:
@@ -103,10 +93,8 @@ def write_million_requests(path: Path) -> None:
     """Writes a file with a million requests of about 180 bytes each."""
     with path.open("w") as file:
         for i in range(N_LINES):
-            body = {
-                "messages": [{"role": "user", "content": f"Question {i} about {SUBJECTS[i % 30]}?"}],
-                "max_tokens": 4,
-            }
+            message = {"role": "user", "content": f"Question {i} about the history of maps?"}
+            body = {"messages": [message], "max_tokens": 4}
             line = {"custom_id": f"request-{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(line) + "\n")
 

@@ -51,7 +51,7 @@ def main() -> None:
                 engine.step()
             live = engine.live()
             sent = msgspec.msgpack.encode(live)
-            calls = [
+            calls: list[Callable[[], object]] = [
                 engine.live, partial(msgspec.msgpack.encode, live),
                 partial(msgspec.msgpack.decode, sent, type=LiveEngine), partial(msgspec.json.encode, live),
             ]  # fmt: skip

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -185,7 +186,7 @@ def closed_loop(
 
 PROGRAMS: dict[str, Callable[[Job], Run]] = {
     OURS: run_cppbatch, "OpenVINO GenAI": run_openvino, "mistral.rs": run_mistralrs,
-    **{name: lambda job, name=name: run_class(job, name.partition(".")[0]) for name in CLASSES},
+    **{name: partial(run_class, package=name.partition(".")[0]) for name in CLASSES},
 }  # fmt: skip
 
 

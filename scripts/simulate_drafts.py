@@ -215,8 +215,7 @@ class Simulation:
         if head:
             no_rows: Callable[[int], Any] = lambda n: np.zeros((n, head.n_row), np.float32)  # noqa: E731
             self._proposer = HeadProposer(head, no_rows, 1 << 16, clock=machine.clock)
-        wall = {"wall": machine.clock} if head else {}
-        self._speculator = Speculator([self._proposer], DRAFT_MAX, **wall)
+        self._speculator = Speculator([self._proposer], DRAFT_MAX, wall=machine.clock if head else float)
         self.n_drafted = self.n_accepted = 0
 
     def run(self, cases: Sequence[Text], batch_size: int) -> float:
