@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from cppbatch.bench.alternately import order_of_turn
 from cppbatch.bench.prompts import check_can_run
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
@@ -141,8 +142,7 @@ def _row(engine: BatchInferenceEngine, name: str, batch_size: int, sizes: Speedu
     run(-1, speculate=True)  # the engine learns the cost of steps and the acceptance rate
     turns = []
     for repeat in range(sizes.repeats):
-        order = (False, True) if repeat % 2 == 0 else (True, False)
-        results = {speculate: run(repeat, speculate=speculate) for speculate in order}
+        results = {speculate: run(repeat, speculate=speculate) for speculate in order_of_turn((False, True), repeat)}
         turns.append(Turn(plain=results[False], drafted=results[True]))
     return {"workload": name, "batch_size": batch_size, "requests": n, **speedup_figures(turns)}
 
