@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from cppbatch.bench.report import Report
 
 option = partial(click.option, show_default=True)
+_SET_BY_ALL = (
+    "n_ctx", "prefix_cache", "prefix_cache_ram", "prefix_cache_disk", "max_queue", "swap_space", "pooling", "max_wait_ms",
+    "trace", *MEDIA_SETTINGS,
+)  # fmt: skip
+"""Settings that these commands choose themselves."""
 
 
 @click.group()
@@ -70,23 +75,14 @@ _LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
 _KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
 _DRAFTS = ("auto", "suffix", "draft", "mtp", "eagle3", "dflash")
 _SET_BY_THROUGHPUT = (
-    "n_ctx",
+    *_SET_BY_ALL,
     "n_parallel",
     "flash_attn",
     "kv_layout",
-    "prefix_cache",
-    "prefix_cache_ram",
-    "prefix_cache_disk",
-    "max_queue",
-    "swap_space",
     "target_itl_ms",
     "spec",
-    "pooling",
-    "max_wait_ms",
     "context_shift",
     "n_keep",
-    "trace",
-    *MEDIA_SETTINGS,
 )
 
 
@@ -167,23 +163,7 @@ def throughput(
 
 # --- bench roofline ---------------------------------------------------------------------------------------------------
 
-_SET_BY_ROOFLINE = (
-    "n_ctx",
-    "n_parallel",
-    "prefix_cache",
-    "prefix_cache_ram",
-    "prefix_cache_disk",
-    "max_queue",
-    "swap_space",
-    "target_itl_ms",
-    "prefer",
-    *DRAFT_SETTINGS,
-    "sampling",
-    "pooling",
-    "max_wait_ms",
-    "trace",
-    *MEDIA_SETTINGS,
-)
+_SET_BY_ROOFLINE = (*_SET_BY_ALL, "n_parallel", "target_itl_ms", "prefer", *DRAFT_SETTINGS, "sampling")
 
 
 @bench.command()
@@ -207,21 +187,7 @@ def roofline(*, config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
 
 # --- bench strategies -------------------------------------------------------------------------------------------------
 
-_SET_BY_STRATEGIES = (
-    "n_ctx",
-    "max_queue",
-    "swap_space",
-    "prefix_cache",
-    "prefix_cache_ram",
-    "prefix_cache_disk",
-    *DRAFT_SETTINGS,
-    "pooling",
-    "max_wait_ms",
-    "context_shift",
-    "n_keep",
-    "trace",
-    *MEDIA_SETTINGS,
-)
+_SET_BY_STRATEGIES = (*_SET_BY_ALL, *DRAFT_SETTINGS, "context_shift", "n_keep")
 
 
 @bench.command()
