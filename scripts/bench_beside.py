@@ -93,11 +93,14 @@ async def running(*works: Awaitable[None]) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def arrive(here: Here, request: Callable[[int], LoadRequest]) -> None:
-    """Sends chats, one after another."""
-    async with here.client("chat") as client:
+async def arrive(here: Here, request: Callable[[int], LoadRequest], endpoint: Endpoint = "chat") -> None:
+    """Sends requests, one after another. Raises `RequestFailure`."""
+    async with here.client(endpoint) as client:
         while True:
-            here.arrived.append(await client.send(request(next(NUMBERS)), perf_counter()))
+            outcome = await client.send(request(next(NUMBERS)), perf_counter())
+            if outcome.failure:
+                raise outcome.failure
+            here.arrived.append(outcome)
 
 
 def text_request(n_tokens: int) -> Callable[[int], LoadRequest]:
@@ -159,8 +162,12 @@ async def attack(here: Here, name: str) -> AsyncIterator[None]:
     assert process.stdout
     await process.stdout.readline()  # it is ready
     sending = asyncio.ensure_future(process.communicate(b"go\n"))
-    yield
-    here.n_attacks = int((await sending)[0])
+    try:
+        yield
+        here.n_attacks = int((await sending)[0])
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 async def ask_health(here: Here) -> None:
@@ -190,7 +197,7 @@ def beside(here: Here, name: str) -> contextlib.AbstractAsyncContextManager[None
         return attack(here, name)
     works: dict[str, Callable[[], list[Awaitable[None]]]] = {
         "alone": list,
-        "long-prompt": lambda: [arrive(here, text_request(LONG))],
+        "long-prompt": lambda: [arrive(here, text_request(LONG), "completions")],
         "images": lambda: [arrive(here, image_request)],
         "texts": lambda: [arrive(here, text_request(here.args.image_tokens + N_TEXT))],
         "readers": lambda: [read_live(here) for _ in range(here.args.pages)],
@@ -224,12 +231,11 @@ async def measure(server: RunningServer, name: str, args: argparse.Namespace) ->
     gaps = [gap for outcome in outcomes for gap in outcome.gaps]
     for failure in {str(outcome.failure) for outcome in outcomes if outcome.failure}:
         print(f"  {name}: {failure}", file=sys.stderr)
-    arrived = [each for each in here.arrived if not each.failure]
     return {
         "tokens_per_second": sum(outcome.output_tokens for outcome in outcomes) / seconds,
         "gap_p50": percentile(gaps, 50), "gap_p95": percentile(gaps, 95), "gap_longest": percentile(gaps, 100),
-        "arrived": here.n_attacks if here.n_attacks is not None else len(arrived) or None,
-        "ttft": percentile([each.time_to_first_token for each in arrived], 50),
+        "arrived": here.n_attacks if here.n_attacks is not None else len(here.arrived) or None,
+        "ttft": percentile([each.time_to_first_token for each in here.arrived], 50),
         "health_p99": percentile(here.health, 99),
         "failed": sum(outcome.failure is not None for outcome in outcomes),
         "server_cpu": used[0] / seconds, "browser_cpu": used[1] / seconds, **(await state_of(server)),

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 option = partial(click.option, show_default=True)
 _SET_BY_ALL = (
-    "n_ctx", "prefix_cache", "prefix_cache_ram", "prefix_cache_disk", "max_queue", "swap_space", "pooling", "max_wait_ms",
-    "trace", *MEDIA_SETTINGS,
+    "n_ctx", "prefix_cache", "prefix_cache_ram", "prefix_cache_disk", "max_queue", "swap_space", "pooling",
+    "max_wait_ms", "trace", *MEDIA_SETTINGS,
 )  # fmt: skip
 """Settings that these commands choose themselves."""
 
