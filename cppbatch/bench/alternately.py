@@ -55,12 +55,16 @@ class Comparison:
         known = [f"{key} {value:.4g}" for key, value in figures.items() if value is not None]
         print(f"turn {turn + 1}, {name}: {', '.join(known[:_SHOWN])}", file=sys.stderr, flush=True)
         if turn >= 0:
-            self.turns += [{} for _ in range(turn + 1 - len(self.turns))]
-            self.turns[turn][name] = figures
+            self.add(name, turn, figures)
+
+    def add(self, name: str, turn: int, figures: Figures) -> None:
+        """Adds the figures of a variant; turns without all variants count in no ratio."""
+        self.turns += [{} for _ in range(turn + 1 - len(self.turns))]
+        self.turns[turn][name] = figures
 
     def values(self, name: str, key: str) -> list[float | None]:
         """Returns the figure of a variant in each turn."""
-        return [turn[name].get(key) for turn in self.turns]
+        return [turn.get(name, {}).get(key) for turn in self.turns]
 
     def median(self, name: str, key: str) -> float | None:
         """Returns the median over the turns; None if the figure was never measured."""

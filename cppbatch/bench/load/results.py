@@ -108,7 +108,7 @@ def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIde
     """Returns all figures of one server, from at least one run."""
     server, outcomes = runs[0].server, [outcome for run in runs for outcome in run.outcomes]
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
-    measured = [{**_figures(run, bound_ms), "of_ideal": ideal.of(run) if ideal else None} for run in runs]
+    measured = [{**run_figures(run, bound_ms), "of_ideal": ideal.of(run) if ideal else None} for run in runs]
     return {
         "server": server.label,
         "url": str(URL(server.url).with_user(None)),
@@ -120,7 +120,7 @@ def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIde
     }
 
 
-def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
+def run_figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
     """Returns the figures of one run; None: not measured."""
     done = [outcome for outcome in run.outcomes if not outcome.failure]
     output = sum(outcome.output_tokens for outcome in done)
