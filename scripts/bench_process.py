@@ -239,7 +239,7 @@ def main() -> None:
         }
         # The first turn loads the model.
         found = Comparison(LAYERS).measure(n_turns, lambda name, turn: layers[name].ask(), uncounted=1)
-    print(found.table(COLUMNS, {"speed": "of the bare loop"}, digits=3))
+    print(found.table(COLUMNS, {"speed": "of the bare loop"}, digits=3), end="\n\n")
     print(found.table([], {"speed": "of the engine"}, base=ENGINE, digits=3))
 
 

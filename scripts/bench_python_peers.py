@@ -234,7 +234,9 @@ def main() -> None:
             args.turns,
             lambda name, turn: measure(pythons[name], name, of_turns[turn]),  # noqa: B023
         )
-        print(f"\n{Path(args.model).stem}: {len(of_turns[0].n_new) - WARM_UP} requests, {n} at once, -t {args.threads}")
+        print(
+            f"\n{Path(args.model).stem}: {len(of_turns[0].n_new) - WARM_UP} requests, {n} at once, -t {args.threads}:\n"
+        )
         ratios = {column.key: f"ratio: {column.title}" for column in columns[: 1 if not args.classes else 3]}
         print(compared.table(columns, ratios))
 

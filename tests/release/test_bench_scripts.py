@@ -72,7 +72,8 @@ def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_p
 
 
 def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
-    figures = columns(script("bench_process.py", "-m", tiny_llama, "-n", 2, "--tokens", 8, "--turns", 1, "-t", 1))
+    printed = script("bench_process.py", "-m", tiny_llama, "-n", 2, "--tokens", 8, "--turns", 1, "-t", 1)
+    figures = columns(printed.partition("\n\n")[0])
     for layer in ("bare loop", "engine", "LocalEngine", "EngineProcess", "HTTP"):
         assert number(figures[layer]["tokens/s"]) > 0
         assert " to " in figures[layer]["of the bare loop"]
