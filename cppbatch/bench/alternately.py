@@ -69,7 +69,7 @@ class Comparison:
     def median(self, name: str, key: str) -> float | None:
         """Returns the median over the turns; None if the figure was never measured."""
         spread = Spread.of_known(self.values(name, key))
-        return spread and spread.median
+        return spread.median if spread else None
 
     def ratio(self, key: str, name: str, base: str) -> Spread | None:
         """Returns the ratios of two variants' figures of the same turn; None without such a pair."""
