@@ -33,7 +33,7 @@ from cppbatch.bench.alternately import (
     script_arguments,
     serve_command,
     words,
-)  # fmt: skip
+)
 from cppbatch.bench.load.compare_servers import measure_server
 from cppbatch.bench.load.workload import PREFIX_TOKENS, make_workload
 from cppbatch.bench.prompts import Lengths

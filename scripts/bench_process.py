@@ -31,13 +31,12 @@ from cppbatch.bench.alternately import (
     get_json,
     script_arguments,
     serve_command,
-)  # fmt: skip
+)
 from cppbatch.bench.load.client import LoadClient, TargetServer
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.prompts import random_prompt, random_text
 from cppbatch.bench.report import Column
 from cppbatch.bench.throughput import bare_loop
-from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.runtime import load_runtime
@@ -163,8 +162,11 @@ async def answer(
     await asyncio.to_thread(answer_lines, lambda: asyncio.run_coroutine_threadsafe(measure(), loop).result())
 
 
-async def measure_client(client: EngineClient, setting: Setting, cpu_time: Callable[[], float] | None) -> None:
-    """Measures an engine behind this asyncio interface."""
+async def measure_client(
+    kind: type[LocalEngine | EngineProcess], setting: Setting, cpu_time: Callable[[], float] | None
+) -> None:
+    """Measures an engine behind its asyncio interface. `cpu_time`: of this process, if the engine is another one."""
+    client = kind(setting.config())
 
     async def stream(prompt: str, n_new: int) -> None:
         async for _ in client.submit(GenerationRequest(id=prompt, prompt=prompt, params=setting.params(n_new))):
@@ -177,14 +179,6 @@ async def measure_client(client: EngineClient, setting: Setting, cpu_time: Calla
         await answer(
             setting, lambda n: asyncio.gather(*(stream(prompt, n) for prompt in setting.prompts())), counters, cpu_time
         )
-
-
-async def measure_local(setting: Setting) -> None:
-    await measure_client(LocalEngine(setting.config()), setting, None)  # this process is the engine's
-
-
-async def measure_process(setting: Setting) -> None:
-    await measure_client(EngineProcess(setting.config()), setting, process_time)
 
 
 async def measure_http(setting: Setting) -> None:
@@ -212,8 +206,8 @@ async def measure_http(setting: Setting) -> None:
 LAYERS: dict[str, Callable[[Setting], None]] = {
     BARE: measure_bare_loop,
     ENGINE: measure_engine,
-    "LocalEngine": lambda setting: asyncio.run(measure_local(setting)),
-    "EngineProcess": lambda setting: asyncio.run(measure_process(setting)),
+    "LocalEngine": lambda setting: asyncio.run(measure_client(LocalEngine, setting, None)),
+    "EngineProcess": lambda setting: asyncio.run(measure_client(EngineProcess, setting, process_time)),
     "HTTP": lambda setting: asyncio.run(measure_http(setting)),
 }
 
