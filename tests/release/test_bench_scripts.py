@@ -202,7 +202,8 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
 
 def test_streams_are_measured_alone_and_beside_images_texts_and_attacks(default_model: Path) -> None:
     names = ["images", "texts", "chunk_extensions"]
-    figures = columns(script("bench_beside.py", ",".join(names), "-m", default_model, "--turns", 1, "--seconds", 4))
+    few = ["--turns", 1, "--seconds", 3, "--streams", 2, "--tokens", 16]
+    figures = columns(script("bench_beside.py", ",".join(names), "-m", default_model, *few))
     assert list(figures) == ["alone", *names]
     for each in figures.values():
         p50, p95, longest = (number(each[title]) for title in ("inter-token p50, ms", "p95", "longest"))
