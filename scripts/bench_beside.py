@@ -41,9 +41,11 @@ from attacks import ATTACKS
 
 from cppbatch.bench.alternately import Comparison, Figures, get_json, script_arguments, serve_command, words
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
+from cppbatch.bench.load.completion_stream import RequestFailure
 from cppbatch.bench.load.workload import Endpoint, LoadRequest
 from cppbatch.bench.prompts import random_text
 from cppbatch.bench.report import Column
+from cppbatch.errors import CppBatchError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.pull import choose_model
 from cppbatch.sizing.child_process import RunningServer, running_server
@@ -319,4 +321,7 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (CppBatchError, RequestFailure) as error:
+        sys.exit(f"bench_beside.py: {error}")
