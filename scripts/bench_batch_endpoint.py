@@ -1,107 +1,85 @@
 #!/usr/bin/env python3
-"""/generate/batch beside single /generate requests: one after the other, and at the same time.
+"""Compares /generate/batch with single /generate requests, one after the other and at the same time, alternately.
 
-Starts `cppbatch serve` with its defaults. For each number of prompts the three ways take turns on new prompts, so that
-the prefix cache has no effect. Prints a table of medians, and then checks that one invalid prompt of 64 fails alone.
+For each number of prompts the ways have new prompts in each turn, so that the prefix cache has no effect. Then it
+checks that one invalid prompt of 64 fails alone.
 
-.venv/bin/python scripts/bench_batch_endpoint.py [--prompts 1,3,8,16,64] [--repeats 3] [-- -m model.gguf]
+    .venv/bin/python scripts/bench_batch_endpoint.py [--prompts 1,3,8,16,64] [--repeats 3] [-- -m model.gguf]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from time import perf_counter
 from typing import Any
 
+from cppbatch.bench.alternately import Comparison, Figures, cell, numbers, post_json, ratio_cell, script_arguments
+from cppbatch.bench.report import markdown_table
 from cppbatch.sizing.child_process import running_server
 
 N_PROMPTS = 64
+ONE_BY_ONE, AT_ONCE, BATCH = "one by one", "at the same time", "`/generate/batch`"
 TOPICS = ["the sea", "a fox", "two brothers", "winter", "an old clock", "the moon", "a baker", "the first train"]
 NUMBERS = itertools.count(1)
 
 
 def prompts(n: int) -> list[str]:
-    """Returns new prompts of one sentence each. They differ from the first word on."""
+    """Returns new prompts of one sentence each, which differ from the first word on."""
     return [f"{next(NUMBERS)} short stories about {TOPICS[i % len(TOPICS)]}. The first one:" for i in range(n)]
 
 
-def post(url: str, path: str, body: object) -> Any:
-    """Posts JSON and returns the decoded answer."""
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return json.load(answer)
+def ways(url: str, n_tokens: int) -> dict[str, Callable[[list[str]], object]]:
+    """Returns the ways to ask for texts."""
+    fields = {"max_tokens": n_tokens, "ignore_eos": True, "temperature": 0}
 
+    def single(prompt: str) -> None:
+        assert post_json(f"{url}/generate", fields | {"prompt": prompt})["completion_tokens"] == n_tokens
 
-class Ways:
-    """The ways to ask for the same number of texts."""
+    def at_once(items: list[str]) -> None:
+        with ThreadPoolExecutor(len(items)) as clients:
+            list(clients.map(single, items))
 
-    def __init__(self, url: str, n_tokens: int) -> None:
-        self.url, self.n_tokens = url, n_tokens
-        self.fields = {"max_tokens": n_tokens, "ignore_eos": True, "temperature": 0}
+    def batch(items: list[str]) -> None:
+        results = post_json(f"{url}/generate/batch", fields | {"prompts": items})["results"]
+        assert [result["completion_tokens"] for result in results] == [n_tokens] * len(items)
 
-    def single(self, prompt: str) -> None:
-        """Asks for one text."""
-        assert post(self.url, "/generate", {**self.fields, "prompt": prompt})["completion_tokens"] == self.n_tokens
-
-    def one_by_one(self, n: int) -> None:
-        """Sends each request when the one before has its answer."""
-        for prompt in prompts(n):
-            self.single(prompt)
-
-    def at_once(self, n: int) -> None:
-        """Sends all requests at the same time."""
-        with ThreadPoolExecutor(n) as clients:
-            list(clients.map(self.single, prompts(n)))
-
-    def batch(self, n: int) -> None:
-        """Sends one request with all prompts."""
-        answer = post(self.url, "/generate/batch", {**self.fields, "prompts": prompts(n)})
-        assert [result["completion_tokens"] for result in answer["results"]] == [self.n_tokens] * n
-
-
-def seconds(way: Callable[[int], None], n: int) -> float:
-    """Returns how long it takes."""
-    began = perf_counter()
-    way(n)
-    return perf_counter() - began
+    return {ONE_BY_ONE: lambda items: list(map(single, items)), AT_ONCE: at_once, BATCH: batch}
 
 
 def one_invalid(url: str) -> list[dict[str, Any]]:
     """Sends 64 prompts, one of them longer than the context. Returns the results that are errors."""
     items = prompts(N_PROMPTS)
     items[13] = "x " * 200_000
-    results = post(url, "/generate/batch", {"max_tokens": 8, "prompts": items})["results"]
+    results = post_json(f"{url}/generate/batch", {"max_tokens": 8, "prompts": items})["results"]
     assert len(results) == N_PROMPTS
     return [result for result in results if "error" in result]
 
 
 def main() -> None:
     """Prints the table, and the error of the invalid prompt."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", default="1,3,8,16,64", help="numbers of prompts")
+    parser = script_arguments(__doc__, turns=3)
+    parser.add_argument("--prompts", type=numbers, default=[1, 3, 8, 16, 64], help="numbers of prompts")
     parser.add_argument("--tokens", type=int, default=32, help="of each text")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
-    options = parser.parse_args()
-    with running_server([sys.executable, "-m", "cppbatch", "serve", *options.rest]) as server:
-        ways = Ways(server.url, options.tokens)
-        ways.batch(4)  # warm-up
-        print("| prompts | one by one, tokens/s | at the same time | `/generate/batch` | batch / one by one |")
-        print("|---|---|---|---|---|", flush=True)
-        for n in map(int, options.prompts.split(",")):
-            turns = [
-                [seconds(way, n) for way in (ways.one_by_one, ways.at_once, ways.batch)] for _ in range(options.repeats)
-            ]
-            rates = [n * options.tokens / median(way) for way in zip(*turns, strict=True)]
-            gain = median(alone / batch for alone, _, batch in turns)
-            print(f"| {n} | {' | '.join(f'{rate:.0f}' for rate in rates)} | {gain:.2f} |", flush=True)
+    args = parser.parse_args()
+    with running_server([sys.executable, "-m", "cppbatch", "serve", *args.rest]) as server:
+        each_way = ways(server.url, args.tokens)
+        each_way[BATCH](prompts(4))  # warm-up
+        rows = []
+        for n in args.prompts:
+
+            def measure(way: str, turn: int) -> Figures:
+                began = perf_counter()
+                each_way[way](prompts(n))  # noqa: B023
+                return {"tokens_per_second": n * args.tokens / (perf_counter() - began)}  # noqa: B023
+
+            found = Comparison(each_way).measure(args.turns, measure)
+            speeds = [cell(found.median(way, "tokens_per_second"), 0) for way in each_way]
+            rows.append([str(n), *speeds, ratio_cell(found.ratio("tokens_per_second", BATCH, ONE_BY_ONE))])
+        print(markdown_table(["prompts", *(f"{way}, tokens/s" for way in each_way), "batch / one by one"], rows))
         for failed in one_invalid(server.url):
             print(f"of {N_PROMPTS} prompts this one failed: {failed['index']} ({failed['error']['message'][:60]}...)")
 

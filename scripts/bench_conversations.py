@@ -10,22 +10,19 @@ attention (hybrid).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from time import perf_counter
 
-import aiohttp
 import gguf
 
-from cppbatch.bench.report import markdown_table
+from cppbatch.bench.alternately import Comparison, Figures, script_arguments, serve_command, words
+from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
+from cppbatch.bench.load.workload import LoadRequest
+from cppbatch.bench.report import Column
 from cppbatch.config import available_threads
 from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
 from cppbatch.sizing.child_process import running_server
@@ -35,6 +32,11 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LIMIT_S = 3600
+COLUMNS = [
+    Column("prompt", "prompt tokens", 0), Column("computed", "computed", 0), Column("ttft_p50", "TTFT p50, s", 2),
+    Column("ttft_p95", "TTFT p95, s", 2), Column("seconds", "seconds", 0),
+]  # fmt: skip
 WINDOW = 512  # as Gemma 3's 1B model
 FULL_EVERY = 6  # layers, of which one has no window; of the hybrid model every third one is attention
 
@@ -107,75 +109,36 @@ class Load:
     think_s: float
 
 
-@dataclass
-class Result:
-    """One server under the load."""
-
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    ttft: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def p(self, share: float) -> float:
-        """A percentile of the times to the first token."""
-        times = sorted(self.ttft)
-        return times[min(len(times) - 1, int(share * len(times)))]
-
-
-@dataclass(frozen=True)
-class Clients:
-    """The clients of one server."""
-
-    session: aiohttp.ClientSession
-    url: str
-    load: Load
-    result: Result
-
-    async def converse(self, system: str, chance: random.Random) -> None:
-        """One conversation."""
-        load, messages = self.load, [{"role": "system", "content": system}]
-        await asyncio.sleep(chance.random() * load.think_s)
-        for _ in range(load.turns):
-            messages.append({"role": "user", "content": text(chance, load.message_words)})
-            messages.append({"role": "assistant", "content": await self.answer(messages)})
-            await asyncio.sleep(chance.uniform(0.5, 1.5) * load.think_s)
-
-    async def answer(self, messages: list[dict[str, str]]) -> str:
-        """The text of an answer; its figures go into the result."""
-        body = {
-            "messages": messages, "max_tokens": self.load.new_tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True}, "cache_prompt": True,
-        }  # fmt: skip
-        began, parts, first = time.perf_counter(), [], 0.0
-        async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as response:
-            response.raise_for_status()
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if usage := chunk.get("usage"):
-                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                    self.result.prompt_tokens += usage["prompt_tokens"]
-                    self.result.computed_tokens += usage["prompt_tokens"] - cached
-                for content in (choice["delta"].get("content") for choice in chunk["choices"]):
-                    if content:
-                        first = first or time.perf_counter()
-                        parts.append(content)
-        self.result.ttft.append((first or time.perf_counter()) - began)
-        return "".join(parts)
+async def converse(client: LoadClient, load: Load, system: str, chance: random.Random) -> list[RequestOutcome]:
+    """Holds one conversation."""
+    messages, outcomes = [{"role": "system", "content": system}], []
+    await asyncio.sleep(chance.random() * load.think_s)
+    for _ in range(load.turns):
+        messages.append({"role": "user", "content": text(chance, load.message_words)})
+        outcome = await client.send(LoadRequest(messages.copy(), load.new_tokens), perf_counter())
+        if outcome.failure:
+            raise outcome.failure
+        outcomes.append(outcome)
+        messages.append({"role": "assistant", "content": outcome.text})
+        await asyncio.sleep(chance.uniform(0.5, 1.5) * load.think_s)
+    return outcomes
 
 
-async def run_load(url: str, load: Load, seed: int) -> Result:
-    """Runs all conversations at the same time."""
-    result, began = Result(), time.perf_counter()
-    system = text(random.Random(seed), load.system_words)
-    headers = {"Connection": "close"}  # llama-server's HTTP library closes kept-alive connections now and then
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600), headers=headers) as session:
-        clients = Clients(session, url, load, result)
+async def run_load(url: str, load: Load, seed: int) -> Figures:
+    """Holds all conversations at the same time."""
+    began, system = perf_counter(), text(random.Random(seed), load.system_words)
+    async with LoadClient(TargetServer(label="server", url=url, model="", endpoint="chat"), LIMIT_S) as client:
         chances = [random.Random(f"{seed} {i}") for i in range(load.conversations)]
-        await asyncio.gather(*(clients.converse(system, chance) for chance in chances))
-    result.seconds = time.perf_counter() - began
-    return result
+        of_each = await asyncio.gather(*(converse(client, load, system, chance) for chance in chances))
+    outcomes = [outcome for conversation in of_each for outcome in conversation]
+    n_prompt, n_cached = (
+        sum(getattr(each, name) or 0 for each in outcomes) for name in ("prompt_tokens", "cached_tokens")
+    )
+    times = sorted(each.time_to_first_token for each in outcomes)
+    return {
+        "prompt": n_prompt, "computed": n_prompt - n_cached, "ttft_p50": times[len(times) // 2],
+        "ttft_p95": times[int(0.95 * len(times))], "seconds": perf_counter() - began,
+    }  # fmt: skip
 
 
 def text(chance: random.Random, n_words: int) -> str:
@@ -183,59 +146,35 @@ def text(chance: random.Random, n_words: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Prints a table for each kind of model."""
+    parser = script_arguments(__doc__)
     parser.add_argument("llama_server", type=Path)
-    parser.add_argument("--kind", default="plain,window,hybrid")
+    parser.add_argument("--kind", type=words, default=["plain", "window", "hybrid"])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--system-words", type=int, default=600)
-    parser.add_argument("--message-words", type=int, default=330)
+    for name, default in (("conversations", 16), ("turns", 6), ("system-words", 600), ("message-words", 330)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--think", type=float, default=5.0, help="seconds between an answer and the next message")
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     load = Load(args.conversations, args.turns, args.system_words, args.message_words, args.new_tokens, args.think)
-    threads = str(available_threads())
-    sizes = ["-np", "8", "-c", "32768", "-t", threads]
+    sizes = ["-np", "8", "-c", "32768", "-t", str(available_threads())]
     with tempfile.TemporaryDirectory() as folder:
-        for kind in args.kind.split(","):
+        for kind in args.kind:
             model = write_model(Path(folder, f"{kind}.gguf"), kind, Size(args.layers, args.width))
-            servers: dict[str, list[str | Path]] = {
-                "cppbatch": [sys.executable, "-m", "cppbatch", "serve", "-m", model, *sizes],
-                "llama-server": [args.llama_server, "-m", model, *sizes, "--jinja", "--no-ui", "--cache-ram", "8192"],
-            }
-            measure(f"{kind}, {model.stat().st_size / 1e6:,.0f} MB", servers, load, args.repeats)
+            theirs = [args.llama_server, "-m", model, *sizes, "--jinja", "--no-ui", "--cache-ram", "8192"]
+            commands = {"cppbatch": serve_command(model, *sizes), "llama-server": list(map(str, theirs))}
+
+            def measure(name: str, turn: int) -> Figures:
+                with running_server(commands[name]) as server:  # noqa: B023
+                    return asyncio.run(run_load(server.url, load, turn))
+
+            found = Comparison(commands).measure(args.repeats, measure)
+            print(f"\n{kind}, {model.stat().st_size / 1e6:,.0f} MB: {load}\n")
+            ratios = {"computed": "computed, ratio", "ttft_p50": "TTFT p50, ratio", "ttft_p95": "TTFT p95, ratio"}
+            print(found.table(COLUMNS, ratios, base="llama-server"), flush=True)
             model.unlink()
-
-
-def measure(title: str, servers: dict[str, list[str | Path]], load: Load, repeats: int) -> None:
-    results: dict[str, list[Result]] = {name: [] for name in servers}
-    for seed in range(repeats):
-        for name in list(servers)[:: -1 if seed % 2 else 1]:
-            with running_server(servers[name]) as server:
-                results[name].append(asyncio.run(run_load(server.url, load, seed)))
-
-    def figure(name: str, of: Callable[[Result], float]) -> float:
-        return median(map(of, results[name]))
-
-    rows = [
-        (
-            name,
-            f"{figure(name, lambda r: r.prompt_tokens):,.0f}",
-            f"{figure(name, lambda r: r.computed_tokens):,.0f}",
-            f"{figure(name, lambda r: r.p(0.5)):.2f}",
-            f"{figure(name, lambda r: r.p(0.95)):.2f}",
-            f"{figure(name, lambda r: r.seconds):.0f}",
-        )
-        for name in servers
-    ]
-    print(f"\n{title}: {load}\n")
-    print(markdown_table(["server", "prompt tokens", "computed", "TTFT p50, s", "TTFT p95, s", "seconds"], rows))
-    ours, theirs = servers
-    for what, of in (("computed", lambda r: r.computed_tokens), ("TTFT p95", lambda r: r.p(0.95))):
-        print(f"{what}: {figure(ours, of) / figure(theirs, of):.2f} of {theirs}'s", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ speed and acceptance are those of a real model of this size, and the text is kno
 
     .venv/bin/python scripts/bench_draft_head.py PEERS/llama-server [--acceptance 60,80,100] [-B 1,4,16] [--turns 3]
 
-A shared machine changes by a tenth from turn to turn. Engines that step in turns show more exactly what the head gains:
+A shared machine changes by a tenth from turn to turn. Engines that step alternately show the gain more exactly:
 
     .venv/bin/python scripts/bench_draft_head.py --models FOLDER --acceptance 80
     .venv/bin/python scripts/bench_steps_in_turns.py --cycle -m FOLDER/head-80.gguf -B 4 off=. mtp='.:{"spec": "mtp"}'
@@ -24,7 +24,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import aiohttp
@@ -32,10 +31,10 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
+from cppbatch.bench.alternately import Comparison, Figures, cell, numbers, ratio_cell, running_servers, script_arguments
 from cppbatch.bench.report import markdown_table
 from cppbatch.config import available_threads
 from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
-from cppbatch.sizing.child_process import running_server
 
 FIRST = 8  # the first token of the round; those before it mean something to the tokenizer
 N_ROUND = 512  # tokens of the round, and those before it
@@ -125,90 +124,72 @@ async def answer(session: aiohttp.ClientSession, url: str, start: int, n_new: in
 
 
 async def tokens_per_second(url: str, at_once: int, n_requests: int, n_new: int, seed: int) -> float:
-    """Of `n_requests` answers, `at_once` of them at a time."""
+    """Measures `n_requests` answers, `at_once` of them at a time."""
     starts = random.Random(f"{seed} {at_once}").sample(range(N_ROUND - FIRST), n_requests)
     timeout, headers = aiohttp.ClientTimeout(total=1800), {"Connection": "close"}
-    turn = asyncio.Semaphore(at_once)
-
-    async def one(start: int) -> None:
-        async with turn:
-            await answer(session, url, start, n_new)
-
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+
+        async def client() -> None:
+            while starts:
+                await answer(session, url, starts.pop(), n_new)
+
         began = time.perf_counter()
-        await asyncio.gather(*map(one, starts))
+        await asyncio.gather(*(client() for _ in range(at_once)))
         return n_requests * n_new / (time.perf_counter() - began)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_arguments(__doc__, turns=3)
     parser.add_argument("llama_server", type=Path, nargs="?", help="without it, only writes the models")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="keep the models there")
-    parser.add_argument("--acceptance", default="60,80,100", help="percent of the tokens")
-    parser.add_argument("-B", dest="at_once", default="1,4,16")
+    parser.add_argument("--acceptance", type=numbers, default=[60, 80, 100], help="percent of the tokens")
+    parser.add_argument("-B", dest="at_once", type=numbers, default=[1, 4, 16])
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--width", type=int, default=Size.width)
     parser.add_argument("--vocab", type=int, default=Size.vocab, help="tokens")
     parser.add_argument("--quant", choices=["Q8_0", "Q4_0", "F16"], default=Size.quant, help="type of the matrices")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--answers", type=int, default=2, help="of each client in each turn")
-    parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     if not (args.llama_server or args.models):
         parser.error("name the program llama-server, or --models FOLDER, or both")
     if args.models:
         args.models.mkdir(parents=True, exist_ok=True)
     size = Size(args.layers, args.width, 4 * args.width, args.vocab, args.quant)
-    threads = str(available_threads())
-    for acceptance in map(int, args.acceptance.split(",")):
+    for acceptance in args.acceptance:
         with contextlib.nullcontext(args.models) if args.models else tempfile.TemporaryDirectory() as folder:
             model = write_model(Path(folder, f"head-{acceptance}.gguf"), size, acceptance / 100)
             print(f"\nacceptance {acceptance}%, {model.stat().st_size / 1e6:,.0f} MB\n", flush=True)
-            if not args.llama_server:
-                continue
-            rows = []
-            for n in args.at_once.split(","):
-                rows.append(measure(args, model, int(n), threads))
-                print(*rows[-1], flush=True)
-            titles = [
-                "B",
-                "cppbatch off",
-                "mtp",
-                "mtp / off",
-                "llama-server off",
-                "draft-mtp",
-                "mtp / off",
-                "ours / its best",
-            ]
-            print(markdown_table(titles, rows), flush=True)
+            if args.llama_server:
+                print(markdown_table(TITLES, [row(args, model, n) for n in args.at_once]), flush=True)
 
 
-def measure(args: argparse.Namespace, model: Path, at_once: int, threads: str) -> tuple[str, ...]:
-    """A row of the table: medians of the turns, in each of which all four servers run one after the other."""
-    sizes = ["-m", str(model), "-np", str(at_once), "-c", str(512 * at_once), "-t", threads]
+TITLES = [
+    "B", "cppbatch off", "mtp", "mtp / off", "llama-server off", "draft-mtp", "mtp / off", "ours / its best",
+]  # fmt: skip
+
+
+def row(args: argparse.Namespace, model: Path, at_once: int) -> list[str]:
+    """Returns a row of the table: medians of the turns, in each of which all four servers run one after the other."""
+    sizes = ["-m", str(model), "-np", str(at_once), "-c", str(512 * at_once), "-t", str(available_threads())]
     ours = [sys.executable, "-m", "cppbatch", "serve", *sizes, "--spec"]
     theirs = [str(args.llama_server), *sizes, "--no-ui", "--cache-ram", "0", "--spec-type"]
-    commands = [[*ours, "off"], [*ours, "mtp"], [*theirs, "none"], [*theirs, "draft-mtp"]]
-    speeds: list[list[float]] = [[] for _ in commands]
-    n_requests = args.answers * at_once
-    with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(running_server(command)).url for command in commands]
-        for url in urls:
-            asyncio.run(tokens_per_second(url, at_once, n_requests, args.new_tokens, -1))  # learns what drafts gain
-        for turn in range(args.turns):
-            for i in (range(4), range(3, -1, -1))[turn % 2]:
-                speeds[i].append(asyncio.run(tokens_per_second(urls[i], at_once, n_requests, args.new_tokens, turn)))
-    off, mtp, their_off, their_mtp = speeds
-    best = their_mtp if median(their_mtp) > median(their_off) else their_off
-    return (
-        str(at_once), f"{median(off):.1f}", f"{median(mtp):.1f}", ratio(mtp, off), f"{median(their_off):.1f}",
-        f"{median(their_mtp):.1f}", ratio(their_mtp, their_off), ratio(mtp, best),
-    )  # fmt: skip
+    commands = {"off": [*ours, "off"], "mtp": [*ours, "mtp"], "none": [*theirs, "none"]}
+    commands["draft-mtp"] = [*theirs, "draft-mtp"]
+    with running_servers(commands) as servers:
 
+        def measure(name: str, turn: int) -> Figures:
+            load = at_once, args.answers * at_once, args.new_tokens, turn
+            return {"speed": asyncio.run(tokens_per_second(servers[name].url, *load))}
 
-def ratio(one: list[float], other: list[float]) -> str:
-    """The median of the turns' ratios."""
-    return f"{median(a / b for a, b in zip(one, other, strict=True)):.2f}"
+        found = Comparison(commands).measure(args.turns, measure, uncounted=1)  # it learns what drafts gain
+    speeds = {name: found.median(name, "speed") or 0.0 for name in commands}
+    best = max(("none", "draft-mtp"), key=speeds.__getitem__)
+    ratios = [
+        ratio_cell(found.ratio("speed", *pair)) for pair in (("mtp", "off"), ("draft-mtp", "none"), ("mtp", best))
+    ]
+    off, mtp, none, draft = (cell(speed, 1) for speed in speeds.values())
+    return [str(at_once), off, mtp, ratios[0], none, draft, *ratios[1:]]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Batch jobs: their speed compared with the engine, and a million lines of input.
 
-throughput: 300 prompts by `BatchInferenceEngine.generate` and by a job (worker process, ledger, files), in turns.
-Prints the median tokens/s of both and the median ratio. Loading and freeing the model does not count.
+throughput: 300 prompts by `BatchInferenceEngine.generate` and by a job (worker process, ledger, files), alternately.
+Loading and freeing the model does not count.
 input: a file of a million requests. Prints the time to the first result and the memory of the command, and the time and
 peak memory of reading the whole file into a ledger.
 
@@ -11,7 +11,6 @@ peak memory of reading the whole file into a ledger.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import resource
@@ -19,10 +18,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from random import Random
 
 import psutil
 
+from cppbatch.bench.alternately import Comparison, script_arguments
+from cppbatch.bench.prompts import random_text
+from cppbatch.bench.report import Column
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -40,24 +42,12 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.child_process import ChildProcess
 
 N_TOKENS = 32
-TASKS = [
-    "Explain in simple words", "Write a short story about", "List five facts about", "Give me advice about",
-    "Summarise what people know about", "Write a letter to a friend about", "What are common mistakes with",
-    "Compare two opinions about", "Write a short poem about", "Describe a day in the life of somebody who loves",
-]  # fmt: skip
-SUBJECTS = [
-    "the water cycle", "old trains", "baking bread", "learning to swim", "the moon", "small gardens", "bees", "chess",
-    "the history of maps", "riding a bicycle", "saving money", "winter in the mountains", "public libraries",
-    "how rockets fly", "coral reefs", "playing the piano", "city birds", "volcanoes", "good sleep", "making tea",
-    "the first computers", "long walks", "lighthouses", "healthy lunches", "clouds", "dogs and cats", "deserts",
-    "repairing clothes", "the stars", "museums",
-]  # fmt: skip
 N_LINES = 1_000_000
 
 
 def prompts() -> list[str]:
     """Returns 300 prompts of 8 to 20 tokens."""
-    return [f"{task} {subject}.\n\n" for task in TASKS for subject in SUBJECTS]
+    return [f"{random_text(Random(i), 6 + i % 13)}\n\n" for i in range(300)]
 
 
 def by_engine(config: EngineConfig) -> float:
@@ -91,26 +81,20 @@ def by_job(config: EngineConfig, folder: Path) -> float:
     return offline.n_tokens / (out.stat().st_mtime - began)
 
 
-def throughput(config: EngineConfig, repeats: int) -> None:
-    """Prints each repeat and the medians."""
-    rates: list[tuple[float, float]] = []
+def throughput(config: EngineConfig, turns: int) -> None:
+    """Prints the medians of both and their ratio."""
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(repeats):
-            rates.append((by_engine(config), by_job(config, Path(folder))))
-            print(f"engine {rates[-1][0]:6.1f} tokens/s   job {rates[-1][1]:6.1f}", flush=True)
-    engine, job = (median(each) for each in zip(*rates, strict=True))
-    share = median(job / engine for engine, job in rates)
-    print(f"medians: {engine:.1f} and {job:.1f} tokens/s; median ratio {share:.1%}")
+        ways = {"engine": lambda: by_engine(config), "job": lambda: by_job(config, Path(folder))}
+        found = Comparison(ways).measure(turns, lambda name, turn: {"speed": ways[name]()})
+    print(found.table([Column("speed", "tokens/s")], {"speed": "of the engine"}, digits=3))
 
 
 def write_million_requests(path: Path) -> None:
     """Writes a file with a million requests of about 180 bytes each."""
     with path.open("w") as file:
         for i in range(N_LINES):
-            body = {
-                "messages": [{"role": "user", "content": f"Question {i} about {SUBJECTS[i % 30]}?"}],
-                "max_tokens": 4,
-            }
+            message = {"role": "user", "content": f"Question {i} about the history of maps?"}
+            body = {"messages": [message], "max_tokens": 4}
             line = {"custom_id": f"request-{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(line) + "\n")
 
@@ -154,14 +138,12 @@ def big_input(config: EngineConfig) -> None:
 
 def main() -> None:
     """Runs one of the two measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_arguments(__doc__, turns=3)
     parser.add_argument("what", choices=["throughput", "input"])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("-m", "--model", help="GGUF file (the default model)")
-    options = parser.parse_args()
-    config = EngineConfig(model_path=str(choose_model(options.model)))
-    if options.what == "throughput":
-        throughput(config, options.repeats)
+    args = parser.parse_args()
+    config = EngineConfig(model_path=str(choose_model(args.model)))
+    if args.what == "throughput":
+        throughput(config, args.turns)
     else:
         big_input(config)
 

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""The engine beside OpenVINO GenAI and mistral.rs, without servers: the mixed load of `cppbatch bench serve`.
+"""Compares Python packages on one model, without servers: the engine, OpenVINO GenAI, mistral.rs, llama-cpp-python.
 
-Each program is a process of its own, with the Python of an environment that has its package, and all run in turns. As
-soon as a request has ended, the next one is added, so that the same number of them is always running.
+Each measurement is a process of its own, with the Python of an environment that has the package; all alternately.
 
     python3 -m venv ~/openvino && ~/openvino/bin/pip install openvino-genai
     python3 -m venv ~/mistralrs && ~/mistralrs/bin/pip install mistralrs
     .venv/bin/python scripts/bench_python_peers.py -m model.Q8_0.gguf --openvino ~/openvino/bin/python \
         --mistralrs ~/mistralrs/bin/python [--turns 3] [--requests 48] [--at-once 16] [-t 2]
+    .venv/bin/python scripts/bench_python_peers.py --classes [-m model.gguf] [--turns 5] [--at-once 16] [--new 64]
 
-Inter-token times are those between two pieces of a text, which can have several tokens. mistral.rs takes texts and puts
-them into the model's chat template, so its prompts are some tokens longer.
+The load is the mixed one of `cppbatch bench serve`; as soon as a request has ended, the next one is added. Inter-token
+times are those between two pieces of a text, which can have several tokens. mistral.rs puts texts into the model's chat
+template, so its prompts are some tokens longer. --classes: `cppbatch.Llama` and `llama_cpp.Llama` answer chats of as
+many threads; those of llama_cpp.Llama wait for each other at a lock, since its object answers one request at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from threading import Lock
 from time import perf_counter, process_time
 from typing import Any
 
 LIMIT_S = 1800
-OURS = "cppbatch"
+STREAM_CELLS = 2048  # of each sequence
+WARM_UP = 2  # requests with prompts that are not measured
+OURS, CLASSES = "cppbatch", ["llama_cpp.Llama", "cppbatch.Llama"]
+PLACES = "kitchen garden harbour library forest market school garage museum station bakery farm church office hotel zoo"
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,6 @@ class Stream:
 
 Run = Callable[[range], list[Stream]]
 """Runs these requests of a job."""
-STREAM_CELLS = 2048  # of each sequence
-WARM_UP = 2  # requests with prompts that are not measured
 
 
 # --- the programs: each runs in a separate process, with a Python that may not have cppbatch ------------------------
@@ -134,11 +137,32 @@ def run_mistralrs(job: Job) -> Run:
             usage = chunk.usage or usage
         return Stream(sent, pieces, usage.completion_tokens if usage else len(pieces))
 
-    def run(numbers: range) -> list[Stream]:
-        with ThreadPoolExecutor(job.at_once) as pool:
-            return list(pool.map(stream, numbers))
+    return lambda numbers: in_threads(job, numbers, stream)
 
-    return run
+
+def run_class(job: Job, package: str) -> Run:
+    from importlib import import_module
+
+    llm = import_module(package).Llama(
+        job.model, n_ctx=1024, n_threads=job.threads, n_threads_batch=job.threads, verbose=False
+    )
+    lock = Lock()
+
+    def stream(i: int) -> Stream:
+        messages, sent = [{"role": "user", "content": job.prompts[i]}], perf_counter()
+        if package == "llama_cpp":
+            with lock:
+                answer = llm.create_chat_completion(messages, max_tokens=job.n_new[i], temperature=0)
+        else:
+            answer = llm.create_chat_completion(messages, max_tokens=job.n_new[i], temperature=0)
+        return Stream(sent, [perf_counter()], answer["usage"]["completion_tokens"])
+
+    return lambda numbers: in_threads(job, numbers, stream)
+
+
+def in_threads(job: Job, numbers: range, stream: Callable[[int], Stream]) -> list[Stream]:
+    with ThreadPoolExecutor(job.at_once) as pool:
+        return list(pool.map(stream, numbers))
 
 
 def closed_loop(
@@ -160,18 +184,25 @@ def closed_loop(
             n_running -= is_done
 
 
-PROGRAMS = {OURS: run_cppbatch, "OpenVINO GenAI": run_openvino, "mistral.rs": run_mistralrs}
+PROGRAMS: dict[str, Callable[[Job], Run]] = {
+    OURS: run_cppbatch, "OpenVINO GenAI": run_openvino, "mistral.rs": run_mistralrs,
+    **{name: partial(run_class, package=name.partition(".")[0]) for name in CLASSES},
+}  # fmt: skip
 
 
 def child(name: str) -> None:
-    """Runs the job in stdin. Prints its CPU time in seconds and a `Stream` for each request, in the last line."""
-    job = Job(**json.load(sys.stdin))
+    """Runs the job in stdin. Prints seconds until the first warm-up request has ended, CPU seconds, and the streams."""
+    job, began = Job(**json.load(sys.stdin)), perf_counter()
     n = len(job.n_new) - WARM_UP
     run = PROGRAMS[name](job)
-    run(range(n, n + WARM_UP))
+    loaded = perf_counter()
+    run(range(n, n + 1))
+    first = perf_counter()
+    run(range(n + 1, n + WARM_UP))
     cpu = process_time()
     streams = run(range(n))
-    print("\n" + json.dumps([process_time() - cpu, [asdict(stream) for stream in streams]]))
+    found = {"load_s": loaded - began, "first_s": first - began, "cpu_s": process_time() - cpu}
+    print("\n" + json.dumps([found, [asdict(stream) for stream in streams]]))
 
 
 # --- turns ---------------------------------------------------------------------------------------------------------
@@ -182,79 +213,99 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2])
         return
-    from cppbatch.bench.report import markdown_table
+    from cppbatch.bench.alternately import Comparison
+    from cppbatch.bench.report import Column
 
     args = _arguments()
-    pythons = {OURS: sys.executable, "OpenVINO GenAI": args.openvino, "mistral.rs": args.mistralrs}
-    names = [name for name in PROGRAMS if pythons[name]]
-    figures: dict[str, list[list[float]]] = {name: [] for name in names}
-    for turn in range(args.turns):
-        job = make_job(args, turn)
-        for name in names[:: -1 if turn % 2 else 1]:
-            figures[name].append(measure(pythons[name], name, job))
-            print(f"turn {turn + 1}, {name}: {figures[name][-1][0]:.1f} tokens/s", file=sys.stderr, flush=True)
-    rows = []
-    for name in names:
-        columns = list(zip(*figures[name], strict=True))
-        speeds = f"{median(columns[0]):.1f} ({min(columns[0]):.1f} to {max(columns[0]):.1f})"
-        rows.append([name, speeds, *(f"{median(column):,.0f}" for column in columns[1:])])
-    print(f"{Path(args.model).stem}: {args.requests} requests, {args.at_once} at once, {args.threads} threads")
-    times = [f"{name} {which}, ms" for name in ("TTFT", "inter-token") for which in ("p50", "p95")]
-    print(markdown_table(["", "tokens/s", "tokens per CPU s", *times], rows))
+    times = [(f"{key}_p{p}", f"{title} p{p}, ms") for key, title in (("ttft", "TTFT"), ("gap", "inter-token"))
+             for p in (50, 95)]  # fmt: skip
+    columns = [Column("tokens_per_second", "tokens/s"), Column("per_cpu", "tokens per CPU s", 0)]
+    if args.classes:
+        pythons = dict.fromkeys(CLASSES, sys.executable)
+        columns = [columns[0], Column("first_s", "s to the first answer", 2), Column("load_s", "s to load", 2)]
+        jobs = {n: [chat_job(args, n)] * args.turns for n in (args.at_once, 1)}
+    else:
+        found = {OURS: sys.executable, "OpenVINO GenAI": args.openvino, "mistral.rs": args.mistralrs}
+        pythons = {name: python for name, python in found.items() if python}
+        columns += [Column(key, title, 0) for key, title in times]
+        jobs = {args.at_once: [mixed_job(args, turn) for turn in range(args.turns)]}
+    for n, of_turns in jobs.items():
+        compared = Comparison(pythons).measure(
+            args.turns,
+            lambda name, turn: measure(pythons[name], name, of_turns[turn]),  # noqa: B023
+        )
+        print(
+            f"\n{Path(args.model).stem}: {len(of_turns[0].n_new) - WARM_UP} requests, {n} at once, -t {args.threads}:\n"
+        )
+        ratios = {column.key: f"ratio: {column.title}" for column in columns[: 1 if not args.classes else 3]}
+        print(compared.table(columns, ratios))
 
 
 def _arguments() -> argparse.Namespace:
+    from cppbatch.bench.alternately import script_arguments
     from cppbatch.config import available_threads
     from cppbatch.models.pull import choose_model
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", help="GGUF file of all programs (the default model)")
+    parser = script_arguments(__doc__, turns=3)
     parser.add_argument("--openvino", type=Path, help="a Python that has openvino-genai")
     parser.add_argument("--mistralrs", type=Path, help="a Python that has mistralrs")
+    parser.add_argument("--classes", action="store_true", help="compare cppbatch.Llama with llama_cpp.Llama")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--new", type=int, default=64, help="with --classes: tokens of an answer at most (64)")
     parser.add_argument("-t", "--threads", type=int, default=available_threads())
     args = parser.parse_args()
     args.model = choose_model(args.model).absolute()
     return args
 
 
-def make_job(args: argparse.Namespace, turn: int) -> Job:
-    """Other prompts in each turn, of the same lengths: 20 to 900 tokens, and 16 to 128 new ones."""
-    from cppbatch.bench.load.workload import Workload
+def mixed_job(args: argparse.Namespace, turn: int) -> Job:
+    """Returns other prompts in each turn, of the same lengths: 20 to 900 tokens, and 16 to 128 new ones."""
+    from cppbatch.bench.load.workload import make_workload
     from cppbatch.bench.prompts import Lengths
     from cppbatch.llama import Model
 
-    workload = Workload(
-        kind="mixed", n_requests=args.requests + WARM_UP, prompt_tokens=Lengths(20, 900), output_tokens=Lengths(16, 128)
+    workload = make_workload(
+        "mixed", args.requests + WARM_UP, prompt_tokens=Lengths(20, 900), output_tokens=Lengths(16, 128)
     )
     requests = workload.requests(seed=0, repeat=turn)
+    prompts = [str(request.prompt) for request in requests]
     with Model(args.model, no_alloc=True) as model:
-        ids = [model.vocab.tokenize(request.prompt).tolist() for request in requests]
-    new = [request.max_tokens for request in requests]
-    return Job(str(args.model), args.threads, args.at_once, [request.prompt for request in requests], ids, new)
+        ids = [model.vocab.tokenize(prompt).tolist() for prompt in prompts]
+    return Job(str(args.model), args.threads, args.at_once, prompts, ids, [each.max_tokens for each in requests])
 
 
-def measure(python: str | Path, name: str, job: Job) -> list[float]:
-    """Tokens/s; tokens per second of CPU time, which other programs change little with `-t 1`; TTFT and the time
-    between two pieces of a text in milliseconds, p50 and p95 of each."""
+def chat_job(args: argparse.Namespace, at_once: int) -> Job:
+    """Returns 16 questions, after two that warm up."""
+    questions = [f"Name {n} things that one finds in a {place}." for n, place in enumerate(PLACES.split(), start=3)]
+    questions += ["Why is the sky blue?", "Why is the sea salty?"]
+    return Job(str(args.model), args.threads, at_once, questions, [], [args.new] * len(questions))
+
+
+def measure(python: str | Path, name: str, job: Job) -> dict[str, float | None]:
+    """Returns tokens/s, also per second of CPU time, which other programs change little, seconds to load and to the
+    first answer, and percentiles of TTFT and of the time between two pieces of a text in milliseconds."""
     import numpy as np
 
     command, given = [python, __file__, "--child", name], json.dumps(asdict(job))
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr}")
-    cpu, found = json.loads(done.stdout.splitlines()[-1])
-    streams = [Stream(**each) for each in found]
-    if any(stream.n_tokens != n for stream, n in zip(streams, job.n_new, strict=False)):
+    found, each = json.loads(done.stdout.splitlines()[-1])
+    streams = [Stream(**stream) for stream in each]
+    if name not in CLASSES and any(s.n_tokens != n for s, n in zip(streams, job.n_new, strict=False)):
         raise SystemExit(f"{name} has made other numbers of tokens than were asked for")
     seconds = max(stream.pieces[-1] for stream in streams) - min(stream.sent for stream in streams)
-    first = [stream.pieces[0] - stream.sent for stream in streams]
-    between = np.concatenate([np.diff(stream.pieces) for stream in streams])
-    times = [1000 * float(value) for each in (first, between) for value in np.percentile(each, [50, 95])]
     n_tokens = sum(stream.n_tokens for stream in streams)
-    return [n_tokens / seconds, n_tokens / cpu, *times]
+    times = {
+        "ttft": np.array([stream.pieces[0] - stream.sent for stream in streams]),
+        "gap": np.concatenate([np.diff(stream.pieces) for stream in streams]),
+    }
+    percentiles = {
+        f"{key}_p{p}": 1000 * float(np.percentile(values, p)) if len(values) else None
+        for key, values in times.items() for p in (50, 95)
+    }  # fmt: skip
+    return {"tokens_per_second": n_tokens / seconds, "per_cpu": n_tokens / found["cpu_s"], **found, **percentiles}
 
 
 if __name__ == "__main__":

@@ -14,33 +14,38 @@ import asyncio
 import itertools
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from fleet.conversations import Conversation, Load, LogNormal, conversations
+from fleet.conversations import Load, LogNormal, conversations
+from fleet.real_engine import converse
+from fleet.result import FleetRun, possible_hits
 
-from cppbatch import EngineConfig, GenerationRequest, SamplingParams
+from cppbatch import EngineConfig
+from cppbatch.bench.alternately import Comparison, script_arguments
+from cppbatch.bench.report import Column
 from cppbatch.models.pull import choose_model
 from cppbatch.ray import cluster
 from cppbatch.ray.engine import RayEngine
 
 ROUTERS = ("prefix", "power-of-two")
+COLUMNS = [
+    Column("hit_rate", "hit rate, %", 0), Column("possible", "possible, %", 0),
+    Column("computed_prompt_tokens", "prompt tokens computed", 0), Column("output_tokens_s", "output tokens/s", 0),
+    Column("ttft_p50", "TTFT p50, s", 2),
+]  # fmt: skip
 APPLICATION = "cppbatch-routing"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model")
+    parser = script_arguments(__doc__, turns=3)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--conversations", type=int, default=36, help="of each turn")
     parser.add_argument("--apps", type=int, default=12, help="system prompts")
     parser.add_argument("--system-tokens", type=float, default=400, help="in the median")
-    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the first turn")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -49,25 +54,23 @@ def main() -> None:
         n_threads=1, spec="off", max_queue=4096,
     )  # fmt: skip
     with cluster.connect(cluster.LOCAL, num_cpus=max(os.cpu_count() or 1, 2 * args.replicas)):
-        results = asyncio.run(bench(config, args))
-    print_table(results, args)
+        found = asyncio.run(bench(config, args))
+    print(f"{args.replicas} replicas, {args.clients} clients:\n")
+    print(found.table(COLUMNS, {"output_tokens_s": "tokens/s, ratio"}, base="power-of-two"))
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        args.json.write_text(json.dumps(found.turns, indent=1))
 
 
-async def bench(config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each turn of each router."""
+async def bench(config: EngineConfig, args: argparse.Namespace) -> Comparison:
+    """Measures each router in each turn."""
     engines = {router: deploy(config, router, args.replicas) for router in ROUTERS}
     try:
-        results = []
         for engine in engines.values():
             await engine.loaded()
-        for turn in range(args.turns):
-            for router in ROUTERS if turn % 2 == 0 else ROUTERS[::-1]:
-                result = await run_turn(engines[router], args.seed + turn, args)
-                results.append({"router": router, "turn": turn} | result)
-                print(json.dumps(results[-1]), flush=True)
-        return results
+        found = Comparison(ROUTERS)
+        for router, turn in found.schedule(args.turns):
+            found.note(router, turn, await run_turn(engines[router], turn, args))
+        return found
     finally:
         for engine in engines.values():
             await engine.close()
@@ -92,67 +95,29 @@ def deploy(config: EngineConfig, router: str, n_replicas: int) -> RayEngine:
     return RayEngine(config, ServeReplicas(name))
 
 
-async def run_turn(engine: RayEngine, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Clients take conversations, one after the other, until all are over."""
+async def run_turn(engine: RayEngine, turn: int, args: argparse.Namespace) -> dict[str, float]:
+    """Lets clients take conversations, one after the other, until all are over."""
     load = Load(
-        rate=1, seconds=1e9, seed=seed, n_apps=args.apps, system_tokens=LogNormal(args.system_tokens, 0.3),
+        rate=1, seconds=1e9, seed=args.seed + turn, n_apps=args.apps, system_tokens=LogNormal(args.system_tokens, 0.3),
         user_tokens=LogNormal(40, 0.5), output_tokens=LogNormal(24, 0.5), turns=3, max_tokens=1900,
         n_vocab=min(32000, engine.info.n_vocab),
     )  # fmt: skip
     waiting = (conversation for _, conversation in itertools.islice(conversations(load), args.conversations))
-    counts: Counter[str] = Counter()
-    ttft: list[float] = []
-    began = perf_counter()
-    await asyncio.gather(*(client(engine, waiting, counts, ttft) for _ in range(args.clients)))
-    seconds = perf_counter() - began
+    run = FleetRun()
+
+    async def client() -> None:
+        for conversation in waiting:
+            await converse(engine, conversation, run, None)
+
+    await asyncio.gather(*(client() for _ in range(args.clients)))
+    prompt, cached, output = (
+        sum(getattr(request, name) for request in run.finished) for name in ("n_prompt", "n_cached", "n_output")
+    )
     return {
-        **counts,
-        "hit_rate": counts["cached_tokens"] / counts["prompt_tokens"],
-        "computed_prompt_tokens": counts["prompt_tokens"] - counts["cached_tokens"],
-        "output_tokens_s": counts["output_tokens"] / seconds,
-        "ttft_p50": median(ttft),
-        "seconds": seconds,
-    }
-
-
-async def client(engine: RayEngine, waiting: Iterator[Conversation], counts: Counter[str], ttft: list[float]) -> None:
-    """Holds conversations, until none is left."""
-    for conversation in waiting:
-        while (turn := conversation.next_request()) is not None:
-            params = SamplingParams(temperature=0, max_tokens=len(turn.output), ignore_eos=True)
-            request = GenerationRequest(id=f"{turn.request.id}-{id(turn)}", prompt=turn.request.prompt, params=params)
-            began, output = perf_counter(), list[int]()
-            async for event in engine.submit(request):
-                if event.tokens and not output:
-                    ttft.append(perf_counter() - began)
-                output += event.tokens
-                usage = event.usage
-            assert usage is not None
-            assert len(output) == len(turn.output)
-            conversation.answered(output)
-            counts["requests"] += 1
-            counts["prompt_tokens"] += usage.prompt_tokens
-            counts["cached_tokens"] += usage.cached_tokens
-            counts["output_tokens"] += len(output)
-
-
-def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Medians of the turns, as Markdown."""
-    columns = "hit rate | prompt tokens computed | output tokens/s | TTFT p50, s |"
-    print(f"\n| {args.replicas} replicas, {args.clients} clients | {columns}")
-    print("|---|---|---|---|---|")
-    for router in ROUTERS:
-        ours = [result for result in results if result["router"] == router]
-        hit, computed, speed, ttft = (
-            median(result[name] for result in ours)
-            for name in ("hit_rate", "computed_prompt_tokens", "output_tokens_s", "ttft_p50")
-        )
-        print(f"| {router} | {hit:.0%} | {computed:,.0f} | {speed:.0f} | {ttft:.2f} |")
-    ratios = [
-        a["output_tokens_s"] / b["output_tokens_s"]
-        for a, b in zip(*([r for r in results if r["router"] == router] for router in ROUTERS), strict=True)
-    ]
-    print(f"\ntokens/s, prefix by power of two: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        "hit_rate": 100 * cached / prompt, "computed_prompt_tokens": prompt - cached, "prompt_tokens": prompt,
+        "output_tokens_s": output / run.clock(), "ttft_p50": median(request.ttft for request in run.finished),
+        "requests": len(run.finished), "possible": 100 * possible_hits(run.finished, 0.0) / prompt,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

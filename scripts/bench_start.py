@@ -3,14 +3,13 @@
 
 .venv/bin/python scripts/bench_start.py -m model.gguf [--repeats 7] [--llama-server PATH] [-- more flags of serve]
 
-Both servers start in turns, with the same number of sequences and KV cells. The first start of each is not counted: it
-brings the files into the file cache, and finds out what is cached about the model. The parts are measured in processes
-of their own, one part after the other; in a server those of the worker run beside those of the server process.
+Both servers start alternately, with the same number of sequences and KV cells. The first start of each is not counted:
+it brings the files into the file cache, and finds out what is cached about the model. The parts are measured in
+processes of their own, one part after the other; in a server those of the worker run beside those of the server.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import subprocess
@@ -126,7 +125,7 @@ CHILDREN: dict[str, Callable[[Path], dict[str, float]]] = {"server": parts_of_se
 def print_parts(model: Path, repeats: int) -> None:
     """The median of each part."""
     for process in CHILDREN:
-        command = [sys.executable, __file__, "--child", process, "-m", str(model)]
+        command = [sys.executable, __file__, "--child", process, str(model)]
         found: list[dict[str, float]] = []
         for _ in range(1 + repeats):
             ended = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -137,39 +136,31 @@ def print_parts(model: Path, repeats: int) -> None:
 
 
 def main() -> None:
-    """Prints each start, the medians, and the parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", type=Path, help="GGUF file; without it the default model")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--llama-server", type=Path, help="the program of llama.cpp to start in turns with ours")
-    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
-    parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(CHILDREN[options.child](options.model)))
+    """Prints the medians of the starts, their ratios, and the parts."""
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(CHILDREN[sys.argv[2]](Path(sys.argv[3]))))
         return
+    from cppbatch.bench.alternately import Comparison, script_arguments, serve_command
+    from cppbatch.bench.report import Column
     from cppbatch.config import EngineConfig, available_threads
     from cppbatch.models.pull import choose_model
 
-    model = choose_model(options.model and str(options.model))
+    parser = script_arguments(__doc__, turns=7)
+    parser.add_argument("--llama-server", type=Path, help="the program of llama.cpp to start alternately with ours")
+    parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
+    args = parser.parse_args()
+    model = choose_model(args.model)
     config = EngineConfig(model_path=str(model))
-    commands = {"cppbatch": [sys.executable, "-m", "cppbatch", "serve", "-m", str(model), *options.rest]}
-    if options.llama_server:
+    commands = {"cppbatch": serve_command(model, *args.rest)}
+    if args.llama_server:
         sizes = ["-c", str(config.n_ctx), "-np", str(config.n_parallel), "-t", str(available_threads())]
-        commands["llama-server"] = [str(options.llama_server), "-m", str(model), *sizes]
-    starts: dict[str, list[float]] = {name: [] for name in commands}
-    for turn in range(1 + options.repeats):
-        for name in commands if turn % 2 else reversed(commands):
-            seconds = first_token(commands[name])
-            if turn:
-                starts[name].append(seconds)
-    for name, of_each in starts.items():
-        each = "  ".join(f"{seconds:.2f}" for seconds in of_each)
-        print(f"{name}: start to first token {median(of_each):.2f} s (least {min(of_each):.2f}; {each})")
-    if options.llama_server:
-        ratios = [ours / theirs for ours, theirs in zip(*starts.values(), strict=True)]
-        print(f"of llama-server's time: {median(ratios):.2f} ({'  '.join(f'{ratio:.2f}' for ratio in ratios)})")
-    print_parts(model, options.repeats)
+        commands["llama-server"] = [str(args.llama_server), "-m", str(model), *sizes]
+    found = Comparison(commands).measure(
+        args.turns, lambda name, turn: {"start": first_token(commands[name])}, uncounted=1
+    )
+    ratios = {"start": "of llama-server's time"} if args.llama_server else {}
+    print(found.table([Column("start", "start to first token, s", 2)], ratios, base=list(commands)[-1]))
+    print_parts(model, args.turns)
 
 
 if __name__ == "__main__":

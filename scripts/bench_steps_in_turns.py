@@ -19,15 +19,17 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from time import perf_counter, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cppbatch.bench.report import markdown_table
+
+if TYPE_CHECKING:
+    from cppbatch.bench.alternately import MeasuringChild
 
 MIN_NEW, MAX_NEW = 16, 128  # tokens
 SAMPLES_NEW = 64  # of each sample, and of each text of the cycle
@@ -115,46 +117,15 @@ class Worker:
 
 
 def work(model: str, at_once: int, settings: dict[str, Any]) -> None:
-    """The process of a variant: answers each line of the standard input with a line of JSON."""
+    """The process of a variant: answers as `answer_lines`, which another tree may not have."""
     worker = Worker(model, at_once, settings)
-    print(json.dumps(None), flush=True)
     for line in sys.stdin:
         name, *args = json.loads(line)
-        print(json.dumps(getattr(worker, name)(*args)), flush=True)
+        print("answer " + json.dumps(getattr(worker, name)(*args)), flush=True)
 
 
-class Variant:
-    """The process of a tree with its settings."""
-
-    def __init__(self, model: Path, at_once: int, tree: str, settings: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, WORKER, "-m", model.resolve(), "-B", str(at_once), settings],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(tree).resolve())},
-        )  # fmt: skip
-        self._answer()
-
-    def ask(self, name: str, *args: int | str) -> Any:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps([name, *args]) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a variant has ended with code {self._process.wait()}; its message is above")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def run_round(variants: Sequence[Variant], seed: int, *load: int | str) -> list[dict[str, float]]:
-    """The report of each variant for one round. `load`: as `Worker.begin`."""
+def run_round(variants: Sequence[MeasuringChild], seed: int, *load: int | str) -> list[dict[str, float]]:
+    """Returns the report of each variant for one round. `load`: as `Worker.begin`."""
     for variant in variants:
         variant.ask("begin", seed, *load)
     left, order = list(variants), random.Random(seed)
@@ -162,13 +133,6 @@ def run_round(variants: Sequence[Variant], seed: int, *load: int | str) -> list[
         order.shuffle(left)  # the first step after another engine's finds the caches cold
         left = [variant for variant in left if variant.ask("step")]
     return [variant.ask("report") for variant in variants]
-
-
-def cell(rounds: Sequence[Sequence[dict[str, float]]], i: int, title: str) -> str:
-    """The median of a variant, with that of its ratios to the first variant, and their range."""
-    ratios = sorted(reports[i][title] / reports[0][title] for reports in rounds)
-    ratio = f" ({median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f})" if i else ""
-    return f"{median(reports[i][title] for reports in rounds):,.0f}{ratio}"
 
 
 def main() -> None:
@@ -193,17 +157,49 @@ def main() -> None:
         args = parser.parse_args(sys.argv[2:])
         return work(str(args.model), args.at_once, json.loads(args.variants[0]))
     args = parser.parse_args()
-    named = [each.partition("=") for each in args.variants]
-    parts = {name: value.partition(":") for name, _, value in named}
-    variants = [Variant(args.model, args.at_once, tree, settings or "{}") for tree, _, settings in parts.values()]
-    load = args.requests, args.shortest, args.longest, args.load
-    rounds = [run_round(variants, seed, *load) for seed in range(args.rounds + 1)][1:]
-    for variant in variants:
-        variant.close()
-    titles = list(rounds[0][0])
-    rows = [(name, *(cell(rounds, i, title) for title in titles)) for i, name in enumerate(parts)]
-    print(markdown_table(["", *titles], rows))
+    measure(args)
     return None
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Prints a row for each variant: medians, with those of the ratios to the first variant and their range."""
+    from cppbatch.bench.alternately import Comparison, MeasuringChild
+
+    named = {name: value.partition(":") for name, _, value in (each.partition("=") for each in args.variants)}
+    with ExitStack() as stack:
+        variants = [
+            stack.enter_context(
+                MeasuringChild(
+                    [
+                        sys.executable,
+                        __file__,
+                        WORKER,
+                        "-m",
+                        args.model.resolve(),
+                        "-B",
+                        args.at_once,
+                        settings or "{}",
+                    ],
+                    env={**os.environ, "PYTHONPATH": str(Path(tree).resolve())},
+                )
+            )
+            for tree, _, settings in named.values()
+        ]
+        found = Comparison(named)
+        for turn in range(-1, args.rounds):
+            reports = run_round(variants, turn + 1, args.requests, args.shortest, args.longest, args.load)
+            for name, report in zip(named, reports, strict=True):
+                found.note(name, turn, report)
+    titles, first = list(reports[0]), found.names[0]
+    rows = []
+    for name in named:
+        row = [name]
+        for title in titles:
+            ratio = found.ratio(title, name, first)
+            text = f" ({ratio.median:.2f}, {ratio.low:.2f} to {ratio.high:.2f})" if ratio and name != first else ""
+            row.append(f"{found.median(name, title):,.0f}{text}")
+        rows.append(row)
+    print(markdown_table(["", *titles], rows))
 
 
 if __name__ == "__main__":

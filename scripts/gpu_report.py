@@ -101,13 +101,13 @@ class Page:
     def seconds_elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def part(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> str | None:
-        """Adds a section with a command and its result, formatted by `show`. Returns None if the command failed."""
+    def part(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> None:
+        """Adds a section with this title, as `run`."""
         self.add(f"### {title}")
-        return self.run(title, command, seconds, show)
+        self.run(title, command, seconds, show)
 
     def run(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> str | None:
-        """As `part`, without a heading."""
+        """Adds a command and its result, formatted by `show`. Returns that; None if the command failed."""
         if self.seconds_left() < MIN_SECONDS:
             self.add_failure("not begun, because the time for the whole report (--minutes) is over")
             return None
@@ -173,25 +173,13 @@ class Measurement:
         for name, flags in (("unified", ["-kvu"]), ("per-sequence", [])):
             title = f"llama-batched-bench, {name}"
             if not binary:
-                self._skip(title, "llama-batched-bench")
+                self.page.add(f"### {title}\n\n{self._missing('llama-batched-bench')}")
                 continue
             cells = max(sizes.batch_sizes) * (sizes.prompt + sizes.new)
             command = [
-                binary,
-                "-m",
-                self.model,
-                "-ngl",
-                self.gpu_layers,
-                "-c",
-                cells,
-                "-b",
-                2048,
-                "-ub",
-                512,
-                "-fa",
-                "on",
-            ]
-            command += ["-npp", sizes.prompt, "-ntg", sizes.new, "-npl", numbers(sizes.batch_sizes), *flags]
+                binary, "-m", self.model, "-ngl", self.gpu_layers, "-c", cells, "-b", 2048, "-ub", 512, "-fa", "on",
+                "-npp", sizes.prompt, "-ntg", sizes.new, "-npl", numbers(sizes.batch_sizes), *flags,
+            ]  # fmt: skip
             self.page.part(title, command, 60, its_table)
 
     def engine(self) -> None:
@@ -238,11 +226,11 @@ class Measurement:
 
     def _load(self, urls: list[str]) -> None:
         sizes, file = self.sizes, self.folder / "serve.json"
-        command: list[object] = [*CPPBATCH, "bench", "serve"]
-        for url in urls:
-            command += ["--url", url]
-        command += ["--workload", "mixed", "--requests", sizes.requests, "--concurrency", sizes.concurrency]
-        command += ["--repeats", sizes.repeats, "--json", file]
+        named = [word for url in urls for word in ("--url", url)]
+        command = [
+            *CPPBATCH, "bench", "serve", *named, "--workload", "mixed", "--requests", sizes.requests,
+            "--concurrency", sizes.concurrency, "--repeats", sizes.repeats, "--json", file,
+        ]  # fmt: skip
         self.page.run("Servers under load", command, 120, lambda _: markdown(read_report(file)))
 
     def swapping(self) -> None:
@@ -263,13 +251,9 @@ class Measurement:
         return command, lambda _: with_phases(read_report(file))
 
     def _peer(self, name: str) -> Path | None:
-        found = (
-            shutil.which(name, path=os.pathsep.join([str(self.peers / "bin"), str(self.peers)])) if self.peers else None
-        )
+        folders = [self.peers / "bin", self.peers] if self.peers else []
+        found = shutil.which(name, path=os.pathsep.join(map(str, folders))) if folders else None
         return Path(found).resolve() if found else None
-
-    def _skip(self, title: str, name: str) -> None:
-        self.page.add(f"### {title}\n\n{self._missing(name)}")
 
     def _missing(self, name: str) -> str:
         where = f"there is no {name} in {self.peers} or its bin folder" if self.peers else "--peers was not given"
@@ -329,15 +313,8 @@ def made_model(page: Page, shape: str, folder: Path) -> Path | None:
 
 def gpu_tests(page: Page, sizes: Sizes) -> None:
     """Runs the tests that compute on the device with tiny models."""
-    command = [
-        PYTHON,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(f"tests/integration/{name}.py" for name in sizes.tests),
-    ]
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/integration/{name}.py" for name in sizes.tests]
     page.add("## Tests")
     page.run("Tests", command, 120, lambda done: as_code("\n".join(done.output.strip().splitlines()[-OUTPUT_LINES:])))
 

@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
+import asyncio
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,11 +18,16 @@ from typing import Any
 import msgspec
 import numpy as np
 from fleet.conversations import Load
-from fleet.report import FleetResult, fleet_result
+from fleet.real_engine import engine_config, mean_times, measure_step_times, run_load, step_ratios
+from fleet.result import FleetRun, fleet_result, results_table
 from fleet.routing import ROUTINGS
 from fleet.serve_autoscaling import Autoscaling
-from fleet.simulation import FleetRun, FleetSimulation
+from fleet.simulation import FleetSimulation
 from fleet.step_times import StepTimes, load_step_times
+
+from cppbatch.config import EngineConfig
+from cppbatch.engine.runtime import Runtime, load_runtime
+from cppbatch.models.pull import choose_model
 
 CPU_TIMES = Path(__file__).parent / "step_times" / "epyc-1-core-smollm2.json"
 
@@ -35,6 +39,7 @@ def main() -> None:
     run.add_argument("--times", type=Path, default=CPU_TIMES, help="step times of a replica, JSON")
     run.add_argument("--replicas", default="10", help="a number, or the least and the most, like 1..50")
     run.add_argument("--routing", default=",".join(ROUTINGS), help="names with commas: %(default)s")
+    run.add_argument("--cache-mib", type=int, default=1024, help="host memory of a replica for cached prefixes")
     run.add_argument("--plot", type=Path, help="with 1..50: an image of replicas and load over time")
     add_load(run, rate=0.4, seconds=300.0)
     run.set_defaults(run=simulate)
@@ -61,13 +66,13 @@ def add_load(parser: argparse.ArgumentParser, *, rate: float, seconds: float) ->
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--day", type=float, default=0.0, help="length of a day in seconds; 0: a constant rate")
     parser.add_argument("--load", default="{}", help="other fields of Load as JSON, like '{\"n_apps\": 20}'")
-    parser.add_argument("--cache-mib", type=int, default=1024, help="host memory of a replica for cached prefixes")
     parser.add_argument("--autoscaling", default="{}", help="fields of Autoscaling as JSON, with --replicas 1..50")
     parser.add_argument("--json", type=Path, help="where to write all figures")
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """The options of a real engine."""
+    parser.add_argument("--cache-mib", type=int, default=1024, help="host memory for cached prefixes")
     parser.add_argument("-np", "--parallel", type=int, default=16)
     parser.add_argument("-t", "--threads", type=int, default=0, help="compute threads; 0: one for each core")
     parser.add_argument("--stream-cells", type=int, default=2048, help="the most tokens of a sequence")
@@ -88,12 +93,12 @@ def simulate(args: argparse.Namespace) -> None:
         began = perf_counter()
         simulation = FleetSimulation(
             times, load, routing=routing, n_replicas=int(least), autoscaling=scaling,
-            cache_bytes=args.cache_mib << 20, progress=progress_line(routing, load),
+            cache_bytes=args.cache_mib << 20,
         )  # fmt: skip
         runs[routing] = simulation.run()
         results.append(fleet_result(runs[routing], load, routing=routing, warm_up_s=load.seconds * 0.3))
         results[-1].wall_s = perf_counter() - began
-    print_table(results)
+    print(results_table(results))
     if scaling:
         for routing, run in runs.items():
             print_scaling(routing, run, times)
@@ -112,30 +117,6 @@ def make_load(args: argparse.Namespace, *, n_replicas: int, times: StepTimes) ->
         "max_tokens": times.stream_cells - 16,
     }  # fmt: skip
     return msgspec.convert(fields | msgspec.json.decode(args.load), Load)
-
-
-def progress_line(name: str, load: Load) -> Callable[[float], None]:
-    """Shows how far the simulation is, on a terminal."""
-
-    def show(now: float) -> None:
-        if sys.stderr.isatty():
-            end = "\r" if now < load.seconds else "\r\033[K"
-            print(f"{name}: {now:.0f} of {load.seconds:.0f} s simulated", end=end, file=sys.stderr, flush=True)
-
-    return show
-
-
-def print_table(results: list[FleetResult]) -> None:
-    """The figures as Markdown."""
-    columns = "requests | output tokens/s | hit rate (possible) | prompt tokens computed | TTFT p50, s | TTFT p95, s | "
-    print(f"| routing | {columns}ms a token p50 / p95 | busy | load p95 | wall, s |")
-    print("|---" * 11 + "|")
-    for r in results:
-        print(
-            f"| {r.routing} | {r.requests:,} | {r.output_tokens_s:,.0f} | {r.hit_rate:.0%} ({r.possible_hit_rate:.0%}) "
-            f"| {r.computed_prompt_tokens:,} | {r.ttft_p50:.2f} | {r.ttft_p95:.2f} "
-            f"| {1e3 * r.token_p50:.0f} / {1e3 * r.token_p95:.0f} | {r.busy:.0%} | {r.load_p95:.2f} | {r.wall_s:.0f} |"
-        )
 
 
 def print_scaling(routing: str, run: FleetRun, times: StepTimes) -> None:
@@ -188,48 +169,34 @@ def plot_sizes(run: FleetRun, load: Load, scaling: Autoscaling | None, path: Pat
 
 def measure_times(args: argparse.Namespace) -> None:
     """Measures a model, and writes its step times."""
-    from fleet.measure_replica import measure_step_times, open_engine
-
-    from cppbatch.models.pull import choose_model
-
-    sizes = {"n_parallel": args.parallel, "stream_cells": args.stream_cells, "n_threads": args.threads}
-    with open_engine(str(choose_model(args.model)), **sizes, cache_mib=1024) as engine:
-        name = args.name or engine.info.name
-        times = measure_step_times(engine, name=name, source="scripts/simulate_fleet.py measure", start_s=args.start_s)
-    write_json(args.output, times)
+    config, runtime = open_runtime(args)
+    name = args.name or runtime.info.name
+    write_json(args.output, measure_step_times(config, runtime, name=name, start_s=args.start_s))
+    runtime.close()
     print(args.output.read_text())
+
+
+def open_runtime(args: argparse.Namespace) -> tuple[EngineConfig, Runtime]:
+    config = engine_config(
+        str(choose_model(args.model)), n_parallel=args.parallel, stream_cells=args.stream_cells,
+        cache_mib=args.cache_mib, n_threads=args.threads,
+    )  # fmt: skip
+    return config, load_runtime(config)
 
 
 def compare(args: argparse.Namespace) -> None:
     """Measures the step times, computes a load in real time, and simulates it with these times."""
-    from fleet.measure_replica import (
-        mean_times,
-        measure_step_times,
-        open_engine,
-        run_load,
-        step_ratios,
-        take_steps,
-    )
-
-    from cppbatch.models.pull import choose_model
-
-    model = str(choose_model(args.model))
-    sizes = {"n_parallel": args.parallel, "stream_cells": args.stream_cells, "cache_mib": args.cache_mib}
-    sizes["n_threads"] = args.threads
-    with open_engine(model, **sizes) as engine:
-        before = measure_step_times(engine, name=engine.info.name, source="measured before and after", start_s=0.0)
-        load = make_load(args, n_replicas=1, times=before)
-        real = run_load(engine, load, progress=progress_line("measured", load))
-        steps = take_steps(engine)
-        after = measure_step_times(engine, name=engine.info.name, source="measured after", start_s=0.0)
-    times = mean_times(before, after)
+    config, runtime = open_runtime(args)
+    before = measure_step_times(config, runtime, name=runtime.info.name, start_s=0.0)
+    load = make_load(args, n_replicas=1, times=before)
+    real, steps = asyncio.run(run_load(config, runtime, load))
+    times = mean_times(before, measure_step_times(config, runtime, name=runtime.info.name, start_s=0.0))
+    runtime.close()
     print(msgspec.json.encode(times).decode(), flush=True)
     simulated = FleetSimulation(times, load, routing="prefix", cache_bytes=args.cache_mib << 20).run()
-    results = [
-        fleet_result(run, load, routing=name, warm_up_s=0.0)
-        for name, run in (("measured", real), ("simulated", simulated))
-    ]
-    print_table(results)
+    runs = {"measured": real, "simulated": simulated}
+    results = [fleet_result(run, load, routing=name, warm_up_s=0.0) for name, run in runs.items()]
+    print(results_table(results))
     one, other = results
     print(
         f"\nsimulated / measured: output tokens/s {other.output_tokens_s / one.output_tokens_s:.2f}, "

@@ -1,10 +1,9 @@
 """The time between tokens beside prompts, without the noise of a machine: real schedules, given step times.
 
-Usage: python -m scripts.simulate_gaps [--models qwen,gemma,1b,bf16] [--loads 7] [--longest 256] [--prefer balanced]
+    python -m scripts.simulate_gaps [--models qwen,gemma,1b,bf16] [--loads 7] [--longest 256] [--prefer balanced,10]
 
-A load is 24 requests, of which 16 are in flight, with prompts of 16 to `--longest` tokens and 16 to 128 new ones. The
-engine's scheduler plans it over the fake context of the tests, whose steps take virtual time. Beside it stands
-llama-server's policy: each step has a token of each stream, and then prompts in order, up to 2,048 tokens.
+The engine's scheduler plans a load over the fake context of the tests, whose steps take virtual time. It is compared
+with llama-server's policy: each step has a token of each stream, and then prompts in order, up to 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from unittest.mock import patch
 import numpy as np
 
 from cppbatch import SamplingParams
+from cppbatch.bench.alternately import numbers, words
 from cppbatch.bench.prompts import Lengths
 from cppbatch.config import Preference
+from cppbatch.engine import step_budget
 from tests.support.fakes import context_of, fake_engine
 
-CLIENTS, REQUESTS, N_BATCH, N_UBATCH = 16, 24, 2048, 512
-COLUMNS = ("tokens/s", "between p50", "p95", "p99", "longest, ms", "first token p50", "p95, s")
+N_BATCH, N_UBATCH = 2048, 512
+COLUMNS = ("tokens/s", "between p50", "p95", "p99", "longest, ms", "first token p50", "p95, s", "of their speed")
 Request = tuple[int, int]
 """Prompt tokens and new tokens."""
 
@@ -50,6 +51,11 @@ class Law(NamedTuple):
         rows = sum(float(np.interp(n, list(self.rows), list(self.rows.values()))) for n in groups)
         prompts = sum(self.piece + n * (self.token + self.attention * (before + n / 2)) for n, before in pieces)
         return (rows + self.cell * cells + prompts) / 1000
+
+    def part(self, layers: float) -> Law:
+        """Returns the costs with this part of the layers."""
+        rows = {n: layers * milliseconds for n, milliseconds in self.rows.items()}
+        return Law(rows, *(layers * cost for cost in self[1:]))
 
 
 LAWS = {
@@ -80,9 +86,9 @@ class Times:
         return [sum(n for _, n in self.requests) / took, *between, 1000 * gaps[-1], *first]
 
 
-def load(seed: int, longest: int) -> list[Request]:
-    """Prompts and outputs of these lengths, in another order for each seed."""
-    random, lengths = Random(seed), [Lengths(16, longest).spread(REQUESTS), Lengths(16, 128).spread(REQUESTS)]
+def load(seed: int, n: int, prompt: Lengths, new: Lengths) -> list[Request]:
+    """Returns prompts and outputs of these lengths, in another order for each seed."""
+    random, lengths = Random(seed), [prompt.spread(n), new.spread(n)]
     for each in lengths:
         random.shuffle(each)
     return list(zip(*lengths, strict=True))
@@ -91,11 +97,13 @@ def load(seed: int, longest: int) -> list[Request]:
 class Engine:
     """cppbatch, in virtual time. It knows what steps cost from the loads before."""
 
-    def __init__(self, law: Law, prefer: Preference) -> None:
-        self.now, self._law = 1000.0, law
+    def __init__(self, law: Law, prefer: Preference, n_clients: int, longest: int) -> None:
+        """`longest`: tokens of a sequence."""
+        self.now, self._law, self._clients = 1000.0, law, n_clients
+        cells = max(2048, -(-longest // 256) * 256)
         self._engine = fake_engine(
-            on_plan=self._take, n_ctx=32768, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_parallel=CLIENTS, unified=False,
-            n_ctx_train=1 << 20, max_queue=1000, prefer=prefer,
+            on_plan=self._take, n_ctx=n_clients * cells, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_parallel=n_clients,
+            unified=False, n_ctx_train=1 << 20, max_queue=1000, prefer=prefer,
         )  # fmt: skip
         context = context_of(self._engine)
         self._decode, self._plan = context.decode, None
@@ -119,11 +127,12 @@ class Engine:
         """The figures of a load."""
         times, queue, of_id, n_running = Times(requests, self.now), list(enumerate(requests)), dict[str, int](), 0
         while queue or n_running:
-            for i, (n_prompt, n_new) in queue[: CLIENTS - n_running]:
+            for i, (n_prompt, n_new) in queue[: self._clients - n_running]:
                 params = SamplingParams(max_tokens=n_new, temperature=0.0, ignore_eos=True)
                 of_id[self._engine.add_request([5] * (n_prompt - 1) + [6 + i], params)] = i
                 times.arrived[i] = self.now
-            n_running, queue = min(CLIENTS, n_running + len(queue)), queue[CLIENTS - n_running :]
+            n_free = self._clients - n_running
+            n_running, queue = n_running + len(queue[:n_free]), queue[n_free:]
             for event in self._engine.step():
                 if event.tokens:
                     times.tokens[of_id[event.request_id]].append(self.now)
@@ -140,13 +149,13 @@ class Slot:
         self.n_read = self.n_cells = 0
 
 
-def run_llama_server(law: Law, requests: Sequence[Request]) -> list[float]:
+def run_llama_server(law: Law, requests: Sequence[Request], n_clients: int) -> list[float]:
     """The figures of a load with llama-server's policy."""
     now, times, queue, slots = 0.0, Times(requests, 0.0), list(enumerate(requests)), list[Slot]()
     while queue or slots:
-        for i, _ in queue[: CLIENTS - len(slots)]:
+        for i, _ in queue[: n_clients - len(slots)]:
             times.arrived[i] = now
-        n_free = CLIENTS - len(slots)
+        n_free = n_clients - len(slots)
         slots, queue = [*slots, *(Slot(i, request) for i, request in queue[:n_free])], queue[n_free:]
         rows = [slot for slot in slots if slot.n_read == slot.n_prompt]
         n_decode, n_left, pieces = len(rows), N_BATCH - len(rows), list[tuple[int, int]]()
@@ -165,28 +174,49 @@ def run_llama_server(law: Law, requests: Sequence[Request]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(LAWS))
+    """Prints a line for llama-server's policy and one for each setting, with the ratio of tokens/s to that policy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=words, default=list(LAWS))
+    parser.add_argument("--layers", type=float, default=1, help="part of the model's layers, such as 0.25 (all)")
     parser.add_argument("--loads", type=int, default=7)
-    parser.add_argument("--longest", type=int, default=256, help="tokens of a prompt")
-    parser.add_argument("--prefer", default="balanced", help="of several, with commas")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--shortest", type=int, default=16, help="tokens of a prompt (16)")
+    parser.add_argument("--longest", type=int, default=256, help="tokens of a prompt (256)")
+    parser.add_argument("--new", type=numbers, default=[16, 128], help="new tokens, or their range: 16,128")
+    parser.add_argument("--prefer", type=words, default=["balanced"], help="settings, or multiples of a step: 7,10,13")
     args = parser.parse_args()
-    loads = [load(seed, args.longest) for seed in range(args.loads)]
+    sizes = [Lengths(args.shortest, args.longest), Lengths(args.new[0], args.new[-1])]
+    loads = [load(seed, args.requests, *sizes) for seed in range(args.loads)]
     print(f"{'':26}", *(f"{column:>15}" for column in COLUMNS))
-    for name in args.models.split(","):
-        show(f"{name} llama-server", [run_llama_server(LAWS[name], each) for each in loads])
-        for prefer in args.prefer.split(","):
-            engine = Engine(LAWS[name], prefer)
-            with ExitStack() as clocks:
-                for module in ("core", "observe.metrics", "input_processor"):
-                    clocks.enter_context(patch(f"cppbatch.engine.{module}.perf_counter", engine.clock))
-                engine.run(loads[-1])  # learns what steps cost
-                show(f"{name} {prefer}", [engine.run(each) for each in loads])
+    for name in args.models:
+        law = LAWS[name].part(args.layers)
+        theirs = [run_llama_server(law, each, args.clients) for each in loads]
+        show(f"{name} llama-server", theirs, theirs)
+        for prefer in args.prefer:
+            show(f"{name} {prefer}", run_engine(law, prefer, loads, args.clients), theirs)
 
 
-def show(name: str, runs: Sequence[Sequence[float]]) -> None:
-    """Prints the medians of several loads."""
-    print(f"{name:26}", *(f"{median(column):15.1f}" for column in zip(*runs, strict=True)), flush=True)
+def run_engine(law: Law, prefer: str, loads: Sequence[Sequence[Request]], n_clients: int) -> list[list[float]]:
+    """Returns the figures of loads. `prefer`: a setting, or a multiple of a step without prefill for `balanced`."""
+    is_multiple = prefer[0].isdecimal()
+    longest = max(n_prompt + n_new for requests in loads for n_prompt, n_new in requests)
+    with ExitStack() as patched:
+        if is_multiple:
+            patched.enter_context(patch.dict(step_budget._SLOWDOWN, balanced=float(prefer) - 1))
+        engine = Engine(law, "balanced" if is_multiple else prefer, n_clients, longest)  # type: ignore[arg-type]
+        for module in ("core", "observe.metrics", "input_processor"):
+            patched.enter_context(patch(f"cppbatch.engine.{module}.perf_counter", engine.clock))
+        engine.run(loads[-1])  # learns what steps cost
+        return [engine.run(each) for each in loads]
+
+
+def show(name: str, runs: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> None:
+    """Prints the medians of several loads, and that of the ratios of tokens/s."""
+    ratio = median(ours[0] / their[0] for ours, their in zip(runs, theirs, strict=True))
+    print(
+        f"{name:26}", *(f"{median(column):15.1f}" for column in zip(*runs, strict=True)), f"{ratio:15.3f}", flush=True
+    )
 
 
 if __name__ == "__main__":

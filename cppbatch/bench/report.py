@@ -32,11 +32,21 @@ class Spread(msgspec.Struct, frozen=True):
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
+    @classmethod
+    def of_known(cls, values: Iterable[float | None]) -> Spread | None:
+        """Summarises the values that are not None; None without any."""
+        known = [value for value in values if value is not None]
+        return cls.of(known) if known else None
+
     def text(self, digits: int) -> str:
         """Returns `142.1 ±3.0`, the median and half of the range; only the median if all values are equal."""
         if self.low == self.high:
             return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ±{(self.high - self.low) / 2:.{digits}f}"
+
+    def range_text(self, digits: int) -> str:
+        """Returns `1.16 (0.90 to 1.31)`, the median and the range."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
 class Column(msgspec.Struct, frozen=True):

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from cppbatch.bench.alternately import order_of_turn
 from cppbatch.bench.prompts import check_can_run
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
+from cppbatch.chat.template import ChatTemplate
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import FinishReason, RequestUsage
+from cppbatch.engine.request import FinishReason, RequestOptions, RequestUsage
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import ConfigError, GenerationFailed
 from cppbatch.sizing.machine import this_machine
@@ -28,10 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-ToPrompt = Callable[[ModelInfo, str], str]
-"""Renders a user message as a prompt with the model's chat template."""
-
-_LEAST_AT_ONCE = 4  # a run has at least the number of requests for this concurrency
+LEAST_AT_ONCE = 4  # a run has at least the number of requests for this concurrency
 _ROOM = 1024  # maximum tokens of a prompt, to size the context
 
 _COLUMNS = [
@@ -73,6 +72,7 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     usage: RequestUsage
+    text: str = ""
 
 
 class WorkloadRun(msgspec.Struct, frozen=True):
@@ -104,7 +104,6 @@ class Turn(msgspec.Struct, frozen=True):
 def measure_speedup(
     config: EngineConfig,
     sizes: SpeedupSizes,
-    to_prompt: ToPrompt,
     progress: Callable[[str], object] = lambda line: None,
 ) -> Report:
     """Measures all workloads at all batch sizes. `config.spec`: the source of the drafts.
@@ -121,60 +120,78 @@ def measure_speedup(
             check_can_run(engine.info, 1, n_new)
             for name in sizes.workloads:
                 for batch_size in sizes.batch_sizes:
-                    rows.append(_row(engine, name, batch_size, sizes, to_prompt))
+                    rows.append(_row(engine, name, batch_size, sizes))
                     n_cases = len(sizes.workloads) * len(sizes.batch_sizes)
                     progress(f"{len(rows)} of {n_cases}: {_line(rows[-1])}")
             return _report(config, sizes, engine.info, rows)
 
 
-def _row(
-    engine: BatchInferenceEngine, name: str, batch_size: int, sizes: SpeedupSizes, to_prompt: ToPrompt
-) -> dict[str, Any]:
+def _row(engine: BatchInferenceEngine, name: str, batch_size: int, sizes: SpeedupSizes) -> dict[str, Any]:
     workload = TEXT_WORKLOADS[name]
     params = SamplingParams(
         max_tokens=sizes.max_tokens(workload), temperature=workload.temperature, json_schema=workload.schema
     )
-    n = workload.rounds * max(_LEAST_AT_ONCE, batch_size)
+    n = workload.rounds * max(LEAST_AT_ONCE, batch_size)
 
     def run(repeat: int, *, speculate: bool) -> WorkloadRun:
         seed = f"{name}/{batch_size}/{repeat}"
-        prompts = [to_prompt(engine.info, message) for message in workload.prompts(n, seed)]
+        prompts = [chat_prompt(engine.info, message) for message in workload.prompts(n, seed)]
         own = msgspec.structs.replace(params, speculate=speculate)
         return run_prompts(engine, prompts, own, batch_size, salt=f"{seed}/{speculate}")
 
     run(-1, speculate=True)  # the engine learns the cost of steps and the acceptance rate
     turns = []
     for repeat in range(sizes.repeats):
-        order = (False, True) if repeat % 2 == 0 else (True, False)
-        results = {speculate: run(repeat, speculate=speculate) for speculate in order}
+        results = {speculate: run(repeat, speculate=speculate) for speculate in order_of_turn((False, True), repeat)}
         turns.append(Turn(plain=results[False], drafted=results[True]))
     return {"workload": name, "batch_size": batch_size, "requests": n, **speedup_figures(turns)}
 
 
+def chat_prompt(info: ModelInfo, message: str) -> str:
+    """Returns the prompt for this user message; the message itself if the model has no chat template."""
+    if info.chat_template is None:
+        return message
+    template = ChatTemplate(info.chat_template, bos=info.bos, eos=info.eos)
+    return template.render([{"role": "user", "content": message}])
+
+
 def run_prompts(
-    engine: BatchInferenceEngine, prompts: Sequence[str], params: SamplingParams, at_once: int, *, salt: str
+    engine: BatchInferenceEngine,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    at_once: int,
+    *,
+    salt: str,
+    predictions: Sequence[str] = (),
 ) -> WorkloadRun:
     """Runs all prompts, `at_once` of them at a time, each with its own seed.
 
-    `salt`: prefixes and drafts are only reused in runs with the same salt. Raises `GenerationFailed`.
+    `salt`: prefixes and drafts are only reused in runs with the same salt. `predictions`: the only source of drafts of
+    each request. Raises `GenerationFailed`.
     """
     engine.clear_prefix_cache()
     waiting = deque(enumerate(prompts))
     tokens: dict[str, list[int]] = {}
+    texts: dict[str, str] = {}
     usages: dict[str, RequestUsage] = {}
     began = perf_counter()
     while waiting or len(usages) < len(tokens):
         while waiting and len(tokens) - len(usages) < at_once:
             i, prompt = waiting.popleft()
             own = msgspec.structs.replace(params, seed=i)
-            tokens[engine.add_request(prompt, own, cache_salt=salt, clamp_max_tokens=True)] = []
+            options: RequestOptions = {"cache_salt": salt, "clamp_max_tokens": True}
+            if predictions:
+                options |= {"cache_salt": f"{salt}/{i}", "prediction": predictions[i]}
+            name = engine.add_request(prompt, own, **options)
+            tokens[name], texts[name] = [], ""
         for event in engine.step():
             tokens[event.request_id] += event.tokens
+            texts[event.request_id] += event.text
             if event.finish_reason is FinishReason.ERROR:
                 raise GenerationFailed(event.error or "a request of the benchmark failed")
             if event.usage:
                 usages[event.request_id] = event.usage
-    return WorkloadRun(perf_counter() - began, [Answer(own, usages[name]) for name, own in tokens.items()])
+    return WorkloadRun(perf_counter() - began, [Answer(own, usages[name], texts[name]) for name, own in tokens.items()])
 
 
 def speedup_figures(turns: Sequence[Turn]) -> dict[str, Any]:

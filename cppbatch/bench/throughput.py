@@ -5,7 +5,7 @@ Compares the engine with a bare loop over `llama_decode`, which is the upper bou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -265,14 +265,11 @@ def _figures(runs: list[PairedRun], n_tokens: int) -> dict[str, Any]:
         shares = [100 * run.phases[phase] / step for run, step in zip(runs, steps, strict=True)]
         figures[name] = Spread.of(shares if phase == "sample" else [100 - share for share in shares])
     figures["tokens_per_s"] = Spread.of(n_tokens / run.seconds for run in runs)
-    figures["gpu_percent"] = _spread(run.gpu_percent for run in runs)
-    figures["tokens_per_kwh"] = _spread(tokens_per_kwh(n_tokens, run.joules) for run in runs if run.joules is not None)
+    figures["gpu_percent"] = Spread.of_known(run.gpu_percent for run in runs)
+    figures["tokens_per_kwh"] = Spread.of_known(
+        tokens_per_kwh(n_tokens, run.joules) for run in runs if run.joules is not None
+    )
     return figures
-
-
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    known = [value for value in values if value is not None]
-    return Spread.of(known) if known else None
 
 
 def _compare_with_sequential(rows: list[dict[str, Any]]) -> list[str]:

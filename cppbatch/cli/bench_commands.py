@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from cppbatch.bench.load.workload import PREFIX_TOKENS, SAMPLES, SIZES
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
     from cppbatch.bench.load.target import Target
     from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
-    from cppbatch.engine.model_info import ModelInfo
 
 option = partial(click.option, show_default=True)
+_SET_BY_ALL = (
+    "n_ctx", "prefix_cache", "prefix_cache_ram", "prefix_cache_disk", "max_queue", "swap_space", "pooling",
+    "max_wait_ms", "trace", *MEDIA_SETTINGS,
+)  # fmt: skip
+"""Settings that these commands choose themselves."""
 
 
 @click.group()
@@ -70,23 +75,14 @@ _LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
 _KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
 _DRAFTS = ("auto", "suffix", "draft", "mtp", "eagle3", "dflash")
 _SET_BY_THROUGHPUT = (
-    "n_ctx",
+    *_SET_BY_ALL,
     "n_parallel",
     "flash_attn",
     "kv_layout",
-    "prefix_cache",
-    "prefix_cache_ram",
-    "prefix_cache_disk",
-    "max_queue",
-    "swap_space",
     "target_itl_ms",
     "spec",
-    "pooling",
-    "max_wait_ms",
     "context_shift",
     "n_keep",
-    "trace",
-    *MEDIA_SETTINGS,
 )
 
 
@@ -151,7 +147,7 @@ def throughput(
             batch_sizes=batch_sizes or (1, 2, 4, 8, 16), workloads=workloads, new_tokens=new_tokens, repeats=repeats
         )
         config = msgspec.structs.replace(config, spec=speculation)
-        return measure_speedup(config, wanted, _chat_prompt, show), plot_speedup
+        return measure_speedup(config, wanted, show), plot_speedup
     from cppbatch.bench.energy import EnergySettings
     from cppbatch.bench.throughput import Sizes, measure_throughput, plot_throughput
 
@@ -165,35 +161,9 @@ def throughput(
     return measure_throughput(config, given, show, energy), plot_throughput
 
 
-def _chat_prompt(info: ModelInfo, message: str) -> str:
-    """The prompt for this user message; the message itself if the model has no chat template."""
-    from cppbatch.chat.template import ChatTemplate
-
-    if info.chat_template is None:
-        return message
-    template = ChatTemplate(info.chat_template, bos=info.bos, eos=info.eos)
-    return template.render([{"role": "user", "content": message}])
-
-
 # --- bench roofline ---------------------------------------------------------------------------------------------------
 
-_SET_BY_ROOFLINE = (
-    "n_ctx",
-    "n_parallel",
-    "prefix_cache",
-    "prefix_cache_ram",
-    "prefix_cache_disk",
-    "max_queue",
-    "swap_space",
-    "target_itl_ms",
-    "prefer",
-    *DRAFT_SETTINGS,
-    "sampling",
-    "pooling",
-    "max_wait_ms",
-    "trace",
-    *MEDIA_SETTINGS,
-)
+_SET_BY_ROOFLINE = (*_SET_BY_ALL, "n_parallel", "target_itl_ms", "prefer", *DRAFT_SETTINGS, "sampling")
 
 
 @bench.command()
@@ -217,21 +187,7 @@ def roofline(*, config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
 
 # --- bench strategies -------------------------------------------------------------------------------------------------
 
-_SET_BY_STRATEGIES = (
-    "n_ctx",
-    "max_queue",
-    "swap_space",
-    "prefix_cache",
-    "prefix_cache_ram",
-    "prefix_cache_disk",
-    *DRAFT_SETTINGS,
-    "pooling",
-    "max_wait_ms",
-    "context_shift",
-    "n_keep",
-    "trace",
-    *MEDIA_SETTINGS,
-)
+_SET_BY_STRATEGIES = (*_SET_BY_ALL, *DRAFT_SETTINGS, "context_shift", "n_keep")
 
 
 @bench.command()
@@ -313,13 +269,7 @@ def explain_trace(trace: Path) -> tuple[Report, Draw]:
 # --- bench serve ------------------------------------------------------------------------------------------------------
 
 _MAX_ROWS = 32  # of a step, for `of ideal`
-_SIZES = {  # of each workload, in tokens: prompt, output
-    "mixed": (Lengths(32, 512), Lengths(16, 128)),
-    "fixed": (Lengths(128, 128), Lengths(64, 64)),
-    "shared-prefix": (Lengths(20, 20), Lengths(32, 32)),
-    "fan-out": (Lengths(256, 256), Lengths(32, 32)),
-    **{name: (Lengths(1, 1), Lengths(text.max_tokens, text.max_tokens)) for name, text in TEXT_WORKLOADS.items()},
-}
+_SIZE_OPTIONS = ("prompt_tokens", "output_tokens", "prefix_tokens", "samples", "samples_by")
 
 
 @bench.command("serve")
@@ -329,7 +279,7 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 )  # fmt: skip
 @click.option("--label", help="The server's name in the table, same as NAME= in --url.")
 @option(
-    "--workload", type=click.Choice(list(_SIZES)), default="mixed",
+    "--workload", type=click.Choice(list(SIZES)), default="mixed",
     help="mixed: prompts and outputs of many lengths; fixed: all of one length; shared-prefix: prompts with a common "
     "prefix; fan-out: many samples of each prompt. Texts for speculative decoding, which the model ends itself: "
     f"{'; '.join(f'{name}: {text.about}' for name, text in TEXT_WORKLOADS.items())}.",
@@ -355,8 +305,8 @@ _SIZES = {  # of each workload, in tokens: prompt, output
     "--output-tokens", callback=_lengths, metavar="N|LOW-HIGH",
     help="Length of each output; for text workloads, the maximum.  [default: the workload's]",
 )  # fmt: skip
-@option("--prefix-tokens", type=int, default=580, help="With shared-prefix: length of the common prefix.")
-@option("--samples", type=int, default=16, help="With fan-out: samples of each prompt.")
+@option("--prefix-tokens", type=int, default=PREFIX_TOKENS, help="With shared-prefix: length of the common prefix.")
+@option("--samples", type=int, default=SAMPLES, help="With fan-out: samples of each prompt.")
 @option(
     "--samples-by", type=click.Choice(["requests", "n"]), default="requests",
     help="With fan-out: send one request per sample, or one request with n for all samples.",
@@ -434,41 +384,25 @@ def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
 
 def _load(
     *,
-    workload: Any,
+    workload: str,
     n_requests: int,
-    prompt_tokens: Lengths | None,
-    output_tokens: Lengths | None,
-    prefix_tokens: int,
-    samples: int,
-    samples_by: Any,
     concurrency: int | None,
     rate: float | None,
     seed: int | None,
     endpoint: Any,
     **others: Any,
 ) -> LoadSettings:
-    from cppbatch.bench.load.workload import LoadSettings, Workload
+    from cppbatch.bench.load.workload import LoadSettings, make_workload
 
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency cannot be combined: with --rate, clients do not wait for answers")
-    is_text = workload in TEXT_WORKLOADS
-    if is_text and prompt_tokens:
-        raise ConfigError(f"--prompt-tokens does not apply to --workload {workload}: its texts have fixed lengths")
-    prompt, output = _SIZES[workload]
+    sizes = {name: others.pop(name) for name in _SIZE_OPTIONS}
     return LoadSettings(
-        workload=Workload(
-            kind=workload,
-            n_requests=n_requests,
-            prompt_tokens=prompt_tokens or prompt,
-            output_tokens=output_tokens or output,
-            prefix_tokens=prefix_tokens if workload == "shared-prefix" else 0,
-            samples=samples if workload == "fan-out" else 1,
-            samples_by=samples_by,
-        ),
+        workload=make_workload(workload, n_requests, **sizes),
         concurrency=16 if concurrency is None else concurrency,
         rate=rate,
         seed=secrets.randbelow(2**31) if seed is None else seed,
-        endpoint=endpoint or ("chat" if is_text else "completions"),
+        endpoint=endpoint or ("chat" if workload in TEXT_WORKLOADS else "completions"),
         **others,
     )
 

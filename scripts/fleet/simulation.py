@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from fleet.conversations import Conversation, Load, conversations
+from fleet.conversations import Conversation, Load, SimulatedRequest, conversations
+from fleet.replica import SimulatedReplica
+from fleet.result import FleetRun
 from fleet.routing import ROUTINGS
 from fleet.serve_autoscaling import Autoscaling, ServeAutoscaler
-from fleet.simulated_replica import SimulatedReplica
-from fleet.simulated_request import SimulatedRequest
 from fleet.step_times import StepTimes
 
 _TICK_S = 1.0  # between two looks of the autoscaler
 
 Event = Callable[[float], None]
-
-
-@dataclass
-class FleetRun:
-    """What happened in a simulation."""
-
-    finished: list[SimulatedRequest] = field(default_factory=list)
-    replicas: list[SimulatedReplica] = field(default_factory=list)
-    """All that ever were."""
-    sizes: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """With autoscaling, each second: time, target, replicas that take requests, ongoing requests."""
-    replica_s: float = 0.0
-    """Seconds of all replicas together, from their start to their end."""
-    busy_s: float = 0.0
-    """The part of it in which a step was computed."""
-    end_s: float = 0.0
 
 
 class FleetSimulation:
@@ -46,14 +29,12 @@ class FleetSimulation:
         n_replicas: int = 1,
         autoscaling: Autoscaling | None = None,
         cache_bytes: int = 1 << 30,
-        progress: Callable[[float], object] = lambda now: None,
     ) -> None:
         """`routing`: a name of `ROUTINGS`. `autoscaling`: in place of `n_replicas`, as many as Serve would have.
-        `cache_bytes`: host memory of a replica for cached prefixes. `progress`: called with the virtual time."""
+        `cache_bytes`: host memory of a replica for cached prefixes."""
         self._times, self._load, self._cache_bytes = times, load, cache_bytes
         self._routing = ROUTINGS[routing](times.n_parallel, load.seed)
         self._autoscaler = ServeAutoscaler(autoscaling) if autoscaling else None
-        self._progress = progress
         self._events: list[tuple[float, int, Event]] = []
         self._n_events = 0
         self._loads: dict[int, int] = {}  # of the replicas that take requests, by their number
@@ -71,13 +52,9 @@ class FleetSimulation:
         self._begin_next(beginnings)
         if self._autoscaler:
             self._at(0.0, self._look)
-        next_progress = 0.0
         while self._events:
             run.end_s, _, event = heappop(self._events)
             event(run.end_s)
-            if run.end_s >= next_progress:
-                self._progress(run.end_s)
-                next_progress = run.end_s + self._load.seconds / 200
         for number, started in self._started_at.items():
             run.replica_s += run.end_s - started
             assert not run.replicas[number].n_requests

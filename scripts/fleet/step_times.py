@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -45,6 +46,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The most tokens of a sequence."""
     n_batch: int = 2048
     n_ubatch: int = 512
+    CELL_TIMES: ClassVar[tuple[str, ...]] = ("row_cell_us", "prompt_cell_us")
 
     def seconds(self, plan: StepPlan) -> float:
         """Of a step. Decode rows and prompt tokens take their times one after the other (docs/decisions/0002)."""
@@ -56,8 +58,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else:
                 prompt_cells += self.cells_before_ubatches(n, sequence.n_computed)
                 pieces.append(n)
-        if pieces:
-            milliseconds += self.prompts_ms(pieces)
+        milliseconds += self.prompts_ms(pieces)
         return milliseconds / 1e3 + (row_cells * self.row_cell_us + prompt_cells * self.prompt_cell_us) / 1e6
 
     def cells_before_ubatches(self, n: int, n_before: int) -> int:

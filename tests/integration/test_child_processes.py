@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cppbatch import child_processes
+from cppbatch.bench.alternately import MeasuringChild
 from cppbatch.child_processes import child_command, run, start
 from tests.support.processes import left_after
 
@@ -137,3 +138,18 @@ def test_a_child_outlives_a_call_of_release() -> None:
         process.stdout.readline()
         process.kill()
         assert process.stdout.readline() == "cleaned up\n"
+
+
+ANSWERING = """
+from cppbatch.bench.alternately import answer_lines
+print("a library says hello", flush=True)
+answer_lines(lambda a, b=1: a * b if a else exit(3))
+"""
+
+
+def test_a_measuring_process_answers_questions_until_it_ends() -> None:
+    with MeasuringChild([sys.executable, "-c", ANSWERING]) as child:
+        assert child.ask(3) == 3
+        assert child.ask(3, 4) == 12
+        with pytest.raises(SystemExit, match="ended with code 3"):
+            child.ask(0)

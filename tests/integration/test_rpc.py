@@ -315,7 +315,7 @@ def test_large_tensors_are_kept_in_the_cache(tmp_path: Path) -> None:
 
 def test_the_benchmark_compares_texts_speed_and_bytes(tiny_llama: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "bench_rpc.py"
-    command = [sys.executable, str(script), str(tiny_llama), "-np", "2", "--new", "8", "--turns", "1"]
+    command = [sys.executable, str(script), "-m", str(tiny_llama), "-np", "2", "--new", "8", "--turns", "1"]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert re.search(r"\| one process \| \d+ \| 2 of 2 \|  \|", out), out
-    assert len(re.findall(r"\| two workers.* \| \d+ \| 2 of 2 \| \d+\.\d \+ \d+\.\d \|", out)) == 3
+    assert re.search(r"\| one process \| [\d,]+ \| 2 \| - \| - \|", out), out
+    assert len(re.findall(r"\| two workers.* \| [\d,]+ \| 2 \| \d+\.\d \| \d+\.\d \|", out)) == 3

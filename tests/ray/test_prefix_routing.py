@@ -28,9 +28,9 @@ def test_more_of_the_prompts_is_cached_than_with_the_default_router(tmp_path: Pa
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    by_router = {result["router"]: result for result in json.loads(results.read_text())}
+    (by_router,) = json.loads(results.read_text())
     ours, default = by_router["prefix"], by_router["power-of-two"]
     assert ours["requests"] == default["requests"] > 30
     assert ours["prompt_tokens"] > 8000
-    assert ours["hit_rate"] > default["hit_rate"] + 0.1
+    assert ours["hit_rate"] > default["hit_rate"] + 10
     assert "| prefix |" in done.stdout

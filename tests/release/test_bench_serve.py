@@ -86,4 +86,4 @@ def test_prompts_have_about_as_many_tokens_as_asked(default_model: Path) -> None
         for n in (20, 128, 580):
             workload = Workload(kind="fixed", n_requests=4, prompt_tokens=Lengths(n, n), output_tokens=Lengths(1, 1))
             for request in workload.requests(1, 0):
-                assert abs(len(model.vocab.tokenize(request.prompt)) - n) <= 1 + n // 20
+                assert abs(len(model.vocab.tokenize(str(request.prompt))) - n) <= 1 + n // 20

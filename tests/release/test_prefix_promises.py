@@ -1,4 +1,4 @@
-"""The promises of sharing and preemption, on the default model. scripts/bench_prefix.py measures them at full size."""
+"""The promises of sharing and preemption, on the default model. scripts/bench_servers.py measures them at full size."""
 
 from __future__ import annotations
 

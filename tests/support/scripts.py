@@ -23,6 +23,20 @@ def script(name: str, *args: object) -> str:
     return done.stdout
 
 
+def columns(printed: str) -> dict[str, dict[str, str]]:
+    """The cells of the last printed table by their row and column."""
+    (_, *titles), _, *body = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for line in printed.rpartition("\n\n")[2].splitlines()
+    ]
+    return {name: dict(zip(titles, cells, strict=True)) for name, *cells in body}
+
+
+def number(cell: str) -> float:
+    """The first number of a cell."""
+    return float(cell.split(" ", maxsplit=1)[0].replace(",", ""))
+
+
 def rows(printed: str) -> dict[str, list[str]]:
     """The cells of the printed tables by their first column."""
     lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fleet.conversations import Load, LogNormal, conversations, rate_at
-from fleet.report import FleetResult, fleet_result
+from fleet.conversations import Load, LogNormal, SimulatedRequest, conversations, rate_at
+from fleet.replica import SimulatedReplica
+from fleet.result import FleetResult, FleetRun, fleet_result
 from fleet.routing import ROUTINGS
 from fleet.serve_autoscaling import Autoscaling, ServeAutoscaler
-from fleet.simulated_replica import SimulatedReplica
-from fleet.simulated_request import SimulatedRequest
-from fleet.simulation import FleetRun, FleetSimulation
+from fleet.simulation import FleetSimulation
 from fleet.step_times import StepTimes, at
 
 TIMES = StepTimes(

@@ -55,6 +55,13 @@ def test_a_shared_prefix_is_shared_within_a_repeat_only() -> None:
     assert len(set(prompts[0])) == 8
 
 
+def test_a_prefix_with_a_seed_of_its_own_is_shared_by_all_repeats_and_runs() -> None:
+    own = msgspec.structs.replace(SHARED, prefix_seed=5)
+    prompts = [str(request.prompt) for seed in (1, 2) for repeat in (0, 1) for request in own.requests(seed, repeat)]
+    assert len({prompt[:250] for prompt in prompts}) == 1
+    assert len(set(prompts)) == 4 * 8
+
+
 @pytest.mark.parametrize("name", TEXT_WORKLOADS)
 def test_texts_are_as_long_as_the_model_makes_them(name: Any) -> None:
     workload = Workload(kind=name, n_requests=4, prompt_tokens=Lengths(1, 1), output_tokens=Lengths(50, 50))
@@ -134,6 +141,7 @@ def test_times_are_those_of_the_texts_of_each_completion() -> None:
     reading.feed(stream('{"choices":[{"index":1,"delta":{},"finish_reason":"stop"}]}', "[DONE]"), 6.0)
     reading.finish(6.0)
     assert (reading.first, reading.gaps, reading.n_chunks) == (2.0, [2.0, 2.5], 4)
+    assert reading.texts == ["", "b", "a", "b"], "without reasoning"
 
 
 def test_a_stream_reads_the_same_however_it_is_cut() -> None:

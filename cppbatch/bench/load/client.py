@@ -45,7 +45,8 @@ class TargetServer(msgspec.Struct, frozen=True, kw_only=True):
         if request.ignore_eos:
             fields["ignore_eos"] = True
         if self.endpoint == "chat":
-            fields["messages"] = [{"role": "user", "content": request.prompt}]
+            text = request.prompt
+            fields["messages"] = [{"role": "user", "content": text}] if isinstance(text, str) else text
         else:
             fields["prompt"] = request.prompt
         if request.seed is not None:
@@ -73,6 +74,8 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
     end_to_end: float = 0
     n_chunks: int = 0
     """Chunks with text; most servers send one token in each."""
+    text: str = ""
+    """The content of all its completions, in the order of arrival, without reasoning."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     """Cached prompt tokens, as the server reports."""
@@ -166,7 +169,7 @@ def _fill(outcome: RequestOutcome, request: LoadRequest, stream: CompletionStrea
     assert stream.first is not None
     outcome.time_to_first_token = stream.first - due
     outcome.end_to_end = ended - due
-    outcome.gaps, outcome.n_chunks = stream.gaps, stream.n_chunks
+    outcome.gaps, outcome.n_chunks, outcome.text = stream.gaps, stream.n_chunks, "".join(stream.texts)
     n_reported = 0
     if usage := stream.usage:
         n_reported = usage.completion_tokens or 0

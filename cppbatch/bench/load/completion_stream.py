@@ -30,10 +30,11 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     finish_reason: str | None = None
 
-    def has_text(self) -> bool:
-        """The first chunk of a chat contains only the role."""
+    def content(self) -> str | None:
+        """Returns the text without reasoning; None: the chunk has neither, as the first one of a chat."""
         delta = self.delta
-        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+        text = self.text or (delta and delta.content) or ""
+        return text if text or (delta and (delta.reasoning_content or delta.reasoning)) else None
 
 
 class _Details(msgspec.Struct):
@@ -66,6 +67,8 @@ class CompletionStream:
         self.gaps: list[float] = []
         """Between two chunks of text of the same choice."""
         self.n_chunks = 0
+        self.texts: list[str] = []
+        """Of each chunk, without reasoning."""
         self.usage: TokenUsage | None = None
         self._rest = b""
         self._last: dict[int, float] = {}  # arrival time of the last chunk, by choice
@@ -105,11 +108,12 @@ class CompletionStream:
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             self._ended |= choice.finish_reason is not None
-            if choice.has_text():
-                self._add_text(choice.index, now)
+            if (text := choice.content()) is not None:
+                self._add_text(choice.index, text, now)
 
-    def _add_text(self, index: int, now: float) -> None:
+    def _add_text(self, index: int, text: str, now: float) -> None:
         self.n_chunks += 1
+        self.texts.append(text)
         if self.first is None:
             self.first = now
         if index in self._last:

@@ -11,7 +11,8 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from cppbatch.bench.load.results import LoadIdeal, ServerRun, server_row, table_columns
+from cppbatch.bench.alternately import Comparison
+from cppbatch.bench.load.results import LoadIdeal, ServerRun, run_figures, server_row, table_columns
 from cppbatch.bench.load.workload import LoadSettings
 from cppbatch.bench.report import Report, Spread, format_cell
 from cppbatch.sizing.machine import this_machine
@@ -22,6 +23,9 @@ _MERGED = 0.9  # chunks per token
 
 class LoadReport(Report, frozen=True, kw_only=True):
     """A row for each server. The table shows servers side by side, with ratios to the first."""
+
+    ratios: dict[str, dict[str, Spread]] = msgspec.field(default_factory=dict)
+    """By server and figure: the ratios of the repeats to the first server."""
 
     def table(self) -> Table:
         """Returns a table with a line for each figure. Title and notes may be wider than the table."""
@@ -34,7 +38,7 @@ class LoadReport(Report, frozen=True, kw_only=True):
             table.add_column(Text(f"{each['server']} / {first['server']}"), justify="right")
         for column in self.columns:
             values = [each[column.key] for each in self.rows]
-            ratios = [_ratio(value, values[0]) for value in values[1:]]
+            ratios = [_ratio(self.ratios[each["server"]].get(column.key)) for each in others]
             table.add_row(column.title, *(Text(format_cell(value, column.digits)) for value in values), *ratios)
         page = Table.grid()
         page.add_row(Text(self.title))
@@ -68,6 +72,7 @@ def make_load_report(
         columns=table_columns(rows),
         rows=rows,
         notes=sentences,
+        ratios=_ratios(runs, list(servers), load.latency_bound_ms),
     )
 
 
@@ -104,10 +109,21 @@ def _about_ideal(runs: Sequence[ServerRun], ideal: LoadIdeal | None) -> str:
     )
 
 
-def _ratio(value: Any, first: Any) -> str:
-    if isinstance(value, Spread) and isinstance(first, Spread) and first.median:
-        return f"{value.median / first.median:.2f}"
-    return ""
+def _ratio(ratio: Spread | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio.median:.2f}" if ratio.low == ratio.high else ratio.range_text(2)
+
+
+def _ratios(runs: Sequence[ServerRun], labels: Sequence[str], bound_ms: float | None) -> dict[str, dict[str, Spread]]:
+    """Returns the ratios of each server to the first one, in repeats that both have completed."""
+    found = Comparison(labels)
+    for run in runs:
+        if run.is_complete:
+            found.add(run.server.label, run.repeat, run_figures(run, bound_ms))
+    keys = {key for turn in found.turns for figures in turn.values() for key in figures}
+    each = {label: {key: found.ratio(key, label, labels[0]) for key in keys} for label in labels[1:]}
+    return {label: {key: ratio for key, ratio in of.items() if ratio} for label, of in each.items()}
 
 
 def server_notes(runs: Sequence[ServerRun]) -> Iterator[str]:

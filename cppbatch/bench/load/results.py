@@ -108,7 +108,7 @@ def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIde
     """Returns all figures of one server, from at least one run."""
     server, outcomes = runs[0].server, [outcome for run in runs for outcome in run.outcomes]
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
-    measured = [{**_figures(run, bound_ms), "of_ideal": ideal.of(run) if ideal else None} for run in runs]
+    measured = [{**run_figures(run, bound_ms), "of_ideal": ideal.of(run) if ideal else None} for run in runs]
     return {
         "server": server.label,
         "url": str(URL(server.url).with_user(None)),
@@ -116,11 +116,11 @@ def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIde
         "requests": len(outcomes),
         "failed": len(failures),
         "failures": dict(Counter(failure.kind for failure in failures)),
-        **{name: _spread(figures[name] for figures in measured) for name in measured[0]},
+        **{name: Spread.of_known(figures[name] for figures in measured) for name in measured[0]},
     }
 
 
-def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
+def run_figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
     """Returns the figures of one run; None: not measured."""
     done = [outcome for outcome in run.outcomes if not outcome.failure]
     output = sum(outcome.output_tokens for outcome in done)
@@ -157,11 +157,6 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     """Returns None if a count is unknown or there are none."""
     known = list(counts)
     return sum(each for each in known if each is not None) if known and None not in known else None
-
-
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    known = [value for value in values if value is not None]
-    return Spread.of(known) if known else None
 
 
 # --- load plot -------------------------------------------------------------------------------------------------------

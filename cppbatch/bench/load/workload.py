@@ -17,10 +17,23 @@ SamplesBy = Literal["requests", "n"]
 Endpoint = Literal["completions", "chat"]
 
 
+SIZES = {
+    "mixed": (Lengths(32, 512), Lengths(16, 128)),
+    "fixed": (Lengths(128, 128), Lengths(64, 64)),
+    "shared-prefix": (Lengths(20, 20), Lengths(32, 32)),
+    "fan-out": (Lengths(256, 256), Lengths(32, 32)),
+    **{name: (Lengths(1, 1), Lengths(text.max_tokens, text.max_tokens)) for name, text in TEXT_WORKLOADS.items()},
+}
+"""The usual lengths of each kind in tokens: prompt, output."""
+PREFIX_TOKENS, SAMPLES = 580, 16
+"""The usual prefix of shared-prefix, and the samples of a prompt of fan-out."""
+
+
 class LoadRequest(msgspec.Struct, frozen=True):
     """One request. `seed`: the text is sampled with this seed; None: it is greedy."""
 
-    prompt: str
+    prompt: str | list[int] | list[dict[str, Any]]
+    """A text, token ids, or for a chat all its messages."""
     max_tokens: int
     n: int = 1
     seed: int | None = None
@@ -42,6 +55,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: Lengths
     prefix_tokens: int = 0
     """Length of the prefix of every prompt (shared-prefix)."""
+    prefix_seed: int | None = None
+    """The prefix is that of this seed in every repeat and for every seed of the load; None: each repeat has its own."""
     samples: int = 1
     """Samples of each prompt (fan-out)."""
     samples_by: SamplesBy = "requests"
@@ -86,7 +101,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
                 )
                 for i, prompt in enumerate(text.prompts(self.n_requests, f"{seed}/{repeat}"))
             ]
-        prefix = random_text(_rng(seed, repeat, "prefix"), self.prefix_tokens)
+        rng = _rng(seed, repeat, "prefix") if self.prefix_seed is None else Random(self.prefix_seed)
+        prefix = random_text(rng, self.prefix_tokens)
         return [
             LoadRequest(f"{prefix} {own}".strip(), max_tokens)
             for own, max_tokens in self._prompts(self.n_requests, seed, repeat)
@@ -110,6 +126,33 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             order.shuffle(each)
         for i, (n_prompt, n_output) in enumerate(zip(*lengths, strict=True)):
             yield random_text(_rng(seed, repeat, i), n_prompt), n_output
+
+
+def make_workload(
+    kind: Any,
+    n_requests: int,
+    *,
+    prompt_tokens: Lengths | None = None,
+    output_tokens: Lengths | None = None,
+    prefix_tokens: int = PREFIX_TOKENS,
+    prefix_seed: int | None = None,
+    samples: int = SAMPLES,
+    samples_by: SamplesBy = "requests",
+) -> Workload:
+    """Returns a workload with the usual sizes of its kind for those that are not given. Raises `ConfigError`."""
+    if kind in TEXT_WORKLOADS and prompt_tokens:
+        raise ConfigError(f"--prompt-tokens does not apply to --workload {kind}: its texts have fixed lengths")
+    prompt, output = SIZES[kind]
+    return Workload(
+        kind=kind,
+        n_requests=n_requests,
+        prompt_tokens=prompt_tokens or prompt,
+        output_tokens=output_tokens or output,
+        prefix_tokens=prefix_tokens if kind == "shared-prefix" else 0,
+        prefix_seed=prefix_seed,
+        samples=samples if kind == "fan-out" else 1,
+        samples_by=samples_by,
+    )
 
 
 def warm_up(workload: Workload, n: int, seed: int) -> list[LoadRequest]:

@@ -205,7 +205,6 @@ def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRu
         "speedup": None,
         "mean_rows": of(lambda run: run.mean_rows),
         "cpu_percent": of(lambda run: run.cpu_percent),
-        "gpu_percent": None,
     }
     row["padding_percent"] = of(lambda run: run.padding_percent)
     row |= {f"wait_p{q}": Spread.of(float(np.percentile(run.wait, q)) for run in runs) for q in (50, 95, 99)}
@@ -215,8 +214,7 @@ def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRu
     if sequential:
         pairs = zip(runs, sequential, strict=True)
         row["speedup"] = Spread.of(run.tokens_per_second / alone.tokens_per_second for run, alone in pairs)
-    if seen := [run.gpu_percent for run in runs if run.gpu_percent is not None]:
-        row["gpu_percent"] = Spread.of(seen)
+    row["gpu_percent"] = Spread.of_known(run.gpu_percent for run in runs)
     return row
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.step_budget import StepBudgets
 from cppbatch.engine.step_plan import StepPlan
 from cppbatch.engine.step_shape import step_shape
-from fleet.simulated_request import SimulatedRequest
+from fleet.conversations import SimulatedRequest
 from fleet.step_times import StepTimes
 
 _RESTORE = 0.6  # the time to restore a state, as a part of that to save it (engine/kv/save_cost.py)
@@ -30,14 +29,10 @@ class SimulatedState:
         self.n = n
         self.n_bytes = n_bytes
 
-    @property
-    def form(self) -> dict[str, Any]:
-        """What a file of a slot would keep."""
-        return {}
-
 
 class SimulatedMemory:
-    """How many cells each seq_id has, and what moving them takes (`KVPool`'s `Memory`): streams."""
+    """The cells of each seq_id, and the time to move them: the part of `KVPool`'s `Memory` that streams use, which can
+    be truncated anywhere and share no cells."""
 
     kv_unified = False
     has_streams = True
@@ -59,6 +54,9 @@ class SimulatedMemory:
         self.n_cells[seq_id] = min(self.n_cells[seq_id], start)
         return True
 
+    def cut(self, seq_id: int, n: int) -> None:
+        self.remove(seq_id, n)
+
     def remove_padding(self, seq_id: int, position: int) -> None:
         pass
 
@@ -71,42 +69,15 @@ class SimulatedMemory:
         self.spent_s += n * self._times.save_us / 1e6
         return SimulatedState(n, n * self._times.cell_bytes)
 
-    def restore_sequence(self, seq_id: int, state: Any) -> None:
+    def restore_sequence(self, seq_id: int, state: SimulatedState) -> None:
         self.n_cells[seq_id] = state.n
         self.spent_s += state.n * _RESTORE * self._times.save_us / 1e6
 
     def last_position(self, seq_id: int) -> int:
         return self.n_cells[seq_id] - 1
 
-    def clear(self) -> None:
-        self.n_cells = [0] * self.n_seq_ids
-
-    def shift(self, seq_id: int, start: int, by: int) -> None:
-        raise NotImplementedError("no sequence of a simulation outgrows its stream")
-
-    def share_prefix(self, source: int, target: int, n: int) -> None:
-        raise NotImplementedError("streams share no cells")
-
     def first_cut(self, seq_id: int) -> int:
         return 0
-
-    def cut(self, seq_id: int, n: int) -> None:
-        self.remove(seq_id, n)
-
-    def copy_cut(self, source: int, target: int, n: int) -> None:
-        raise NotImplementedError("streams of cells can be truncated anywhere")
-
-    def share_cells(self, source: int, target: int, part: Any) -> None:
-        raise NotImplementedError("streams share no cells")
-
-    def save_part(self, seq_id: int) -> SimulatedState:
-        raise NotImplementedError("streams of cells can be truncated anywhere")
-
-    def restore_part(self, seq_id: int, part: Any) -> None:
-        raise NotImplementedError("streams of cells can be truncated anywhere")
-
-    def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SimulatedState:
-        raise NotImplementedError("a simulation has no files of slots")
 
 
 class SimulatedReplica:
@@ -121,7 +92,7 @@ class SimulatedReplica:
         self.memory = SimulatedMemory(times)
         budgets = StepBudgets(times.n_batch, max_alone=times.n_ubatch, unified=self.memory.kv_unified)
         self.kv = KVPool(
-            self.memory,
+            cast(Any, self.memory),
             "copy",
             swap_bytes=cache_bytes,
             cache_bytes=cache_bytes,

@@ -1,15 +1,38 @@
-"""The figures of a simulated fleet."""
+"""What happened to the requests of a fleet, and its figures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
 
 import msgspec
 import numpy as np
 
-from fleet.conversations import Load
-from fleet.simulated_request import SimulatedRequest
-from fleet.simulation import FleetRun
+from cppbatch.bench.report import markdown_table
+from fleet.conversations import Load, SimulatedRequest
+from fleet.replica import SimulatedReplica
+
+
+@dataclass
+class FleetRun:
+    """What happened in a simulation."""
+
+    finished: list[SimulatedRequest] = field(default_factory=list)
+    replicas: list[SimulatedReplica] = field(default_factory=list)
+    """All that ever were."""
+    sizes: list[tuple[float, int, int, int]] = field(default_factory=list)
+    """With autoscaling, each second: time, target, replicas that take requests, ongoing requests."""
+    replica_s: float = 0.0
+    """Seconds of all replicas together, from their start to their end."""
+    busy_s: float = 0.0
+    """The part of it in which a step was computed."""
+    end_s: float = 0.0
+    began: float = field(default_factory=perf_counter)
+
+    def clock(self) -> float:
+        """Returns the seconds since the run was created, for a run in real time."""
+        return perf_counter() - self.began
 
 
 class FleetResult(msgspec.Struct, kw_only=True):
@@ -95,3 +118,21 @@ def possible_hits(requests: Sequence[SimulatedRequest], warm_up_s: float) -> int
 
 def _percentile(values: Sequence[float], p: float) -> float:
     return float(np.percentile(values, p)) if values else 0.0
+
+
+def results_table(results: Sequence[FleetResult]) -> str:
+    """Returns the figures as Markdown."""
+    titles = [
+        "routing", "requests", "output tokens/s", "hit rate (possible)", "prompt tokens computed", "TTFT p50, s",
+        "TTFT p95, s", "ms a token p50 / p95", "busy", "load p95", "wall, s",
+    ]  # fmt: skip
+    rows = [
+        [
+            r.routing, f"{r.requests:,}", f"{r.output_tokens_s:,.0f}", f"{r.hit_rate:.0%} ({r.possible_hit_rate:.0%})",
+            f"{r.computed_prompt_tokens:,}", f"{r.ttft_p50:.2f}", f"{r.ttft_p95:.2f}",
+            f"{1e3 * r.token_p50:.0f} / {1e3 * r.token_p95:.0f}", f"{r.busy:.0%}", f"{r.load_p95:.2f}",
+            f"{r.wall_s:.0f}",
+        ]
+        for r in results
+    ]  # fmt: skip
+    return markdown_table(titles, rows)

@@ -1,48 +1,26 @@
 #!/usr/bin/env python3
-"""Effect of hostile clients on others: latencies of 8 streams and of /health, alone and beside each kind of attack.
+"""Attacks on a server, for scripts/bench_beside.py: what hostile clients send, again and again.
 
-Each attack runs in its own process at the lowest CPU priority, so that on a small machine its own work does not count
-as the server's. Before each attack the same streams run alone for the same time.
+    python scripts/attacks.py NAME URL SECONDS
 
-.venv/bin/python scripts/bench_attacks.py [-m model.gguf] [--seconds 15] [--only NAME ...]
+Prints "ready", waits for a line on stdin, repeats the attack for this time, and prints how often it completed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
 import itertools
 import json
-import os
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
-import numpy as np
-import psutil
-
-from cppbatch.bench.load.completion_stream import CompletionStream, RequestFailure
-from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import RunningServer, running_server
-
-COLUMNS = (
-    "attack", "times", "inter-token p95", "ratio", "failed", "/health p99",
-    "in flight", "cells", "seq_ids", "restarts", "MiB", "files",
-)  # fmt: skip
-STREAMS, NEW_TOKENS = 8, 128
-HEALTH_EVERY_S = 0.02
-MIB = 1 << 20
 
 Attack = Callable[[aiohttp.ClientSession, str], Awaitable[object]]
-
-
-# --- the attacks: each is repeated until the time is used up ------------------------------------------------------
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: bytes, kind: str = "application/json") -> int:
@@ -236,166 +214,24 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-async def run_attack(name: str, url: str, seconds: float) -> None:
-    """Prints "ready", waits for a line on stdin, repeats the attack, and prints how often it completed."""
-    special_bodies(), large_bodies()
-    print("ready", flush=True)
-    sys.stdin.readline()
+async def repeat(attack: Attack, url: str, seconds: float) -> int:
+    """Returns how often the attack completed within the time."""
     n, end = 0, time.monotonic() + seconds
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60)) as session:
         while time.monotonic() < end:
             with contextlib.suppress(asyncio.TimeoutError, aiohttp.ClientError):
-                await asyncio.wait_for(ATTACKS[name](session, url), max(0.1, end - time.monotonic()))
+                await asyncio.wait_for(attack(session, url), max(0.1, end - time.monotonic()))
                 n += 1
-    print(n)
-
-
-# --- the normal load -----------------------------------------------------------------------------------------------
-
-
-class Load(NamedTuple):
-    """Latencies of the streams and of /health in one phase, in seconds."""
-
-    gaps: list[float]
-    health: list[float]
-    failures: list[str]
-
-
-async def normal_load(url: str, until: Callable[[], bool]) -> Load:
-    """Runs 8 streams of consecutive requests until `until` returns True. Started requests run to their end."""
-    load = Load([], [], [])
-    timeout = aiohttp.ClientTimeout(total=120)
-
-    async def stream(session: aiohttp.ClientSession, i: int) -> None:
-        n = 0
-        while not until():
-            n += 1
-            prompt = f"Stream {i} tells story {n} of {os.getpid()}:"
-            body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "stream": True, "ignore_eos": True, "temperature": 0}
-            completion = CompletionStream()
-            try:
-                async with session.post(f"{url}/v1/completions", json=body) as answer:
-                    if answer.status != 200:
-                        raise RequestFailure(f"status {answer.status}", (await answer.text())[:200])
-                    async for data in answer.content.iter_any():
-                        completion.feed(data, time.perf_counter())
-                completion.finish(time.perf_counter())
-            except (RequestFailure, aiohttp.ClientError, asyncio.TimeoutError) as error:
-                load.failures.append(f"{type(error).__name__}: {error}")
-            load.gaps.extend(completion.gaps)
-
-    async def ask_health(session: aiohttp.ClientSession) -> None:
-        began = time.perf_counter()
-        async with session.get(f"{url}/health") as answer:
-            await answer.read()
-        load.health.append(time.perf_counter() - began)
-
-    async def health(session: aiohttp.ClientSession) -> None:
-        """Sends requests at fixed times, without waiting for answers. Otherwise one long wait would count once."""
-        requests = []
-        while not until():
-            requests.append(asyncio.create_task(ask_health(session)))
-            await asyncio.sleep(HEALTH_EVERY_S)
-        await asyncio.gather(*requests, return_exceptions=True)
-
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(health(session), *(stream(session, i) for i in range(STREAMS)))
-    return load
-
-
-# --- the server ----------------------------------------------------------------------------------------------------
-
-
-class State(NamedTuple):
-    """Values that must be the same before and after an attack."""
-
-    in_flight: int
-    cells: int
-    seq_ids_taken: int
-    restarts: int
-    mib: float
-    files: int
-
-
-def state_of(server: RunningServer) -> State:
-    """Waits until no request is in flight, for 20 s at most. Returns the state."""
-    end = time.monotonic() + 20
-    while True:
-        with urllib.request.urlopen(f"{server.url}/stats", timeout=120) as answer:
-            stats = json.load(answer)
-        in_flight = sum(worker["in_flight"] for worker in stats["workers"])
-        if not in_flight or time.monotonic() > end:
-            break
-        time.sleep(0.2)
-    process = psutil.Process(server.process.pid)
-    processes = [process, *process.children(recursive=True)]
-    return State(
-        in_flight,
-        stats["kv_cells_used"],
-        stats["seq_ids"] - stats["seq_ids_free"] - stats["prefixes_in_cells"],
-        sum(worker["restarts"] for worker in stats["workers"]),
-        sum(each.memory_info().rss for each in processes) / MIB,
-        sum(each.num_fds() for each in processes),
-    )
-
-
-def phase(url: str, seconds: float, attack: str | None) -> tuple[Load, str]:
-    """Runs the normal load beside the attack. Returns the latencies and how often the attack completed."""
-    attacker = None
-    if attack:
-        command = ["nice", "-n", "19", sys.executable, __file__, "--attack", attack, "--url", url]
-        command += ["--seconds", str(seconds)]
-        attacker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert attacker.stdin
-        assert attacker.stdout
-        attacker.stdout.readline()
-        attacker.stdin.write("go\n")
-        attacker.stdin.flush()
-    end = time.monotonic() + seconds
-
-    def is_over() -> bool:
-        return time.monotonic() > end and (attacker is None or attacker.poll() is not None)
-
-    load = asyncio.run(normal_load(url, is_over))
-    return load, attacker.communicate()[0].strip() if attacker else ""
-
-
-def percentile(values: list[float], q: float) -> float:
-    return 1000 * float(np.percentile(values, q)) if values else float("nan")
+    return n
 
 
 def main() -> None:
-    """Prints a row for each attack."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model")
-    parser.add_argument("--seconds", type=float, default=15)
-    parser.add_argument("--only", nargs="*", default=list(ATTACKS), choices=list(ATTACKS))
-    parser.add_argument("--attack", help=argparse.SUPPRESS)
-    parser.add_argument("--url", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.attack:
-        asyncio.run(run_attack(args.attack, args.url, args.seconds))
-        return
-    model = str(choose_model(args.model))
-    command = [sys.executable, "-m", "cppbatch", "serve", "-m", model, "-np", "16", "-c", "16384"]
-    with running_server(command) as server:
-        phase(server.url, 5, None)  # warm-up
-        print("inter-token p95 and /health p99 in ms, alone > attacked; state before > after\n")
-        print("| " + " | ".join(COLUMNS) + " |")
-        print("|---" * len(COLUMNS) + "|")
-        for name in args.only:
-            quiet, _ = phase(server.url, args.seconds, None)
-            before = state_of(server)
-            attacked, times = phase(server.url, args.seconds, name)
-            after = state_of(server)
-            p95 = percentile(quiet.gaps, 95), percentile(attacked.gaps, 95)
-            health = percentile(quiet.health, 99), percentile(attacked.health, 99)
-            states = " | ".join(f"{a:.0f} > {b:.0f}" for a, b in zip(before, after, strict=True))
-            gaps = f"{p95[0]:.0f} > {p95[1]:.0f} | {p95[1] / p95[0]:.2f} | {len(attacked.failures)}"
-            print(f"| {name} | {times} | {gaps} | {health[0]:.0f} > {health[1]:.0f} | {states} |", flush=True)
-            for failure in sorted(set(attacked.failures))[:3]:
-                print(f"  {failure}", file=sys.stderr)
+    name, url, seconds = sys.argv[1:]
+    special_bodies(), large_bodies()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(asyncio.run(repeat(ATTACKS[name], url, float(seconds))))
 
 
 if __name__ == "__main__":
