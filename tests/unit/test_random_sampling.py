@@ -67,7 +67,7 @@ def rows_of(draw: st.DrawFn, n: int) -> Row:
 # --- the distribution -----------------------------------------------------------------------------------------------
 
 
-@cases(ring=5_000, soak=20_000)
+@cases(ring=2_500, nightly=5_000, soak=20_000)
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
 def test_large_vocabularies_are_drawn_from_the_exact_distribution(
     case: tuple[int, float, Filters], n_cases: int
