@@ -125,6 +125,7 @@ def test_a_text_continues_in_shifted_cells_as_in_recomputed_ones(
     assert engine.stats().context_shifts == again.stats().context_shifts > 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
 @pytest.mark.parametrize("layout", ENGINES)
 def test_every_kind_of_memory_continues(

@@ -276,6 +276,7 @@ def mixed_prompts(medium: Callable[[int], Media]) -> list[MediaPrompt | str]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("projector", ["vision", "non_causal_vision", "audio"])
 def test_a_text_with_images_or_audio_is_the_same_alone_and_among_seven_others(

@@ -87,6 +87,7 @@ def references(files: Path) -> Callable[[str], list[npt.NDArray[np.float32]]]:
     return references
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_mtmds_own_helper_alone_and_among_seven_others(
@@ -115,6 +116,7 @@ def test_logits_are_the_same_if_images_are_computed_in_pieces(
     np.testing.assert_allclose(first_rows(engine, PROMPTS, cache_prompt=False), references(kind), atol=2e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_in_a_conversation_is_encoded_and_computed_once(

@@ -39,8 +39,8 @@ SAME_HANDLERS = [
 ]
 """Routes with the handlers of others that are tried out."""
 
-ENDLESS = ["/live"]
-"""Streams without an end: `test_live.py` reads them."""
+ENDLESS = ["/live", "/models/sse"]
+"""Streams without an end: `test_live.py` and `test_many_models.py` read them."""
 
 GOOD: Json = {
     "prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4,

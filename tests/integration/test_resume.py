@@ -124,6 +124,7 @@ def numbered(n: int) -> list[int]:
     return [3 + (7 * k + n) % 200 for k in range(n)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["per-sequence", "unified"])
 @pytest.mark.parametrize("name", MODELS)
 def test_f32_logits_are_kept_when_the_text_continues_in_another_engine(
@@ -143,6 +144,7 @@ def test_f32_logits_are_kept_when_the_text_continues_in_another_engine(
                 assert logprobs(rest, "a") == pytest.approx(expected[n:], abs=NOISE)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["per-sequence", "unified"])
 @pytest.mark.parametrize("name", MODELS)
 def test_f32_logits_stay_where_preempted_sequences_are_computed_again(

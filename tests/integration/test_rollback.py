@@ -157,6 +157,7 @@ def replaying(path: Path, **settings: Any) -> BatchInferenceEngine:
     return engine
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["tiny_hybrid", "tiny_swa", "tiny_mamba"])
 @pytest.mark.parametrize("layout", ["unified", "per-sequence", "auto"])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded"])
