@@ -41,17 +41,17 @@ def right() -> None:
     print(EngineConfig("model.gguf", n_ctx=4096), SamplingParams(stop=["\n"], stop_token_ids=[1], samplers=["top_k"]))
 
 
-def wrong() -> None:
-    BatchInferenceEngine("a", n_parralel=4)
-    BatchInferenceEngine("a", kv_layout="paged")
-    BatchInferenceEngine("a").generate(["a"], temperature=0)
-    BatchInferenceEngine("a").stream("a", timeout="soon")
-    BatchInferenceEngine("a").chat_stream("a", sistem="b")
-    LocalEngine("a").chat("a", tool="b")
-    BatchInferenceEngine("a").map(["a"], order=True)
-    BatchInferenceEngine("a").embed(["a"], cache=False)
-    BatchInferenceEngine("a").add_request("a", prio=1)
-    generate_batch("a", ["a"], n_ctxt=1)
-    generate_batch("a", ["a"], temprature=1)
-    LocalEngine("a", n_ctxt=1)
-    EngineProcess("a", n_ctxt=1)
+async def wrong() -> None:
+    BatchInferenceEngine("a", n_parralel=4)  # type: ignore[call-arg]
+    BatchInferenceEngine("a", kv_layout="paged")  # type: ignore[arg-type]
+    BatchInferenceEngine("a").generate(["a"], temperature=0)  # type: ignore[call-arg]
+    BatchInferenceEngine("a").stream("a", timeout="soon")  # type: ignore[arg-type]
+    BatchInferenceEngine("a").chat_stream("a", sistem="b")  # type: ignore[call-arg]
+    await LocalEngine("a").chat("a", tool="b")  # type: ignore[call-arg]
+    BatchInferenceEngine("a").map(["a"], order=True)  # type: ignore[call-arg]
+    BatchInferenceEngine("a").embed(["a"], cache=False)  # type: ignore[call-arg]
+    BatchInferenceEngine("a").add_request("a", prio=1)  # type: ignore[call-arg]
+    generate_batch("a", ["a"], n_ctxt=1)  # type: ignore[call-arg]
+    generate_batch("a", ["a"], temprature=1)  # type: ignore[call-arg]
+    LocalEngine("a", n_ctxt=1)  # type: ignore[call-arg]
+    EngineProcess("a", n_ctxt=1)  # type: ignore[call-arg]
