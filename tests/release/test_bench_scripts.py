@@ -12,6 +12,9 @@ from tests.support.fake_peers import write_aiperf, write_llama_server, write_pro
 from tests.support.scripts import ROOT, rows, script
 
 
+pytestmark = pytest.mark.nightly
+
+
 def number(cell: str) -> float:
     return float(cell.split(" ", maxsplit=1)[0].replace(",", ""))
 
