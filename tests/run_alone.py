@@ -1,4 +1,4 @@
-"""Runs the tests of a ring that failed in its last run once more, one at a time: `python -m tests.run_alone RING [-m MARK]`.
+"""Runs the tests of a ring that failed in its last run once more, alone: `python -m tests.run_alone RING [-m MARK]`.
 
 With more than a few failures it only says so: that is not a busy machine.
 """
