@@ -30,6 +30,9 @@ def blocks(language: str) -> list[str]:
 
 PROGRAMS = blocks("python")
 COMMANDS = [block for block in blocks("bash") if "./scripts/" not in block]  # those two run this test
+LONG = [each for each in COMMANDS if "/cppbatch bench " in each or "examples/speculative_decoding.py" in each]
+"""Measurements of the default model. Those of tiny models are in test_throughput.py, test_roofline.py, test_strategies.py,
+test_bench_serve.py and test_examples.py."""
 PLACES = {"python": sys.executable, "cppbatch": f"{sys.executable} -m cppbatch"}
 
 
@@ -90,6 +93,7 @@ RIGHT = {
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 32
     assert len(COMMANDS) == 52
+    assert len(LONG) == 6
     for text in RIGHT:
         assert sum(text in program for program in PROGRAMS) == 1
 
@@ -104,7 +108,9 @@ def test_each_program_runs_and_prints(program: str, servers: Servers, monkeypatc
     assert [each for each in right if each.lower() not in printed.lower()] == [], printed
 
 
-@pytest.mark.parametrize("commands", COMMANDS)
+@pytest.mark.parametrize(
+    "commands", [pytest.param(each, marks=[pytest.mark.nightly] if each in LONG else []) for each in COMMANDS]
+)
 def test_each_command_runs_and_prints(commands: str, servers: Servers) -> None:
     ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: PLACES[name[1]], commands)
     printed = run("bash", "-euo", "pipefail", "-c", on_servers(ours, servers)).strip()
