@@ -31,8 +31,8 @@ def blocks(language: str) -> list[str]:
 PROGRAMS = blocks("python")
 COMMANDS = [block for block in blocks("bash") if "./scripts/" not in block]  # those two run this test
 LONG = [each for each in COMMANDS if "/cppbatch bench " in each or "examples/speculative_decoding.py" in each]
-"""Measurements of the default model. Those of tiny models are in test_throughput.py, test_roofline.py, test_strategies.py,
-test_bench_serve.py and test_examples.py."""
+"""Measurements of the default model. Those of tiny models are in test_throughput.py, test_roofline.py,
+test_strategies.py, test_bench_serve.py and test_examples.py."""
 PLACES = {"python": sys.executable, "cppbatch": f"{sys.executable} -m cppbatch"}
 
 
