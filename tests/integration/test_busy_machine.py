@@ -51,9 +51,9 @@ def test_beside_busy_cores_an_engine_uses_one_thread_also_with_a_number_of_its_o
 
 
 def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_command, "_WATCH_S", 1.0)
+    monkeypatch.setattr(doctor_command, "_WATCH_S", 0.4)
     with busy(len(usable_cpus())) as pids:
-        others = resource_usage.watch_other_programs(1.0)
+        others = resource_usage.watch_other_programs(0.4)
         shown = CliRunner().invoke(doctor_command.doctor).output
     assert others.cores > 0.5 * len(pids)
     named = {each.pid for each in others.busiest}

@@ -300,6 +300,7 @@ def test_a_text_with_images_or_audio_is_the_same_alone_and_among_seven_others(
     assert counts == [each, each, 0, 2 * each, 2 * each, 0, each, each]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["mamba", "hybrid", "sliding_window"])
 @pytest.mark.parametrize("projector", ["vision", "non_causal_vision"])
 def test_models_with_other_memory_take_images_too(

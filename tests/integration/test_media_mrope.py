@@ -104,6 +104,7 @@ def test_logits_are_those_of_mtmds_own_helper_alone_and_among_seven_others(
     assert len({row.argmax() for row in alone}) > 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_same_if_images_are_computed_in_pieces(
@@ -156,6 +157,7 @@ def prompts_tokens_before_the_end(engine: BatchInferenceEngine, prompt: MediaPro
     return len(engine.tokens(MediaPrompt(prompt.parts[:2])))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_that_is_swapped_out_within_an_image_continues_with_it(

@@ -55,6 +55,7 @@ def with_wrong(seq_id: int, position: int, n_right: int, n_wrong: int) -> list[i
     return following[:n_right] + [(token + 7) % 80 + 10 for token in following[n_right:]]
 
 
+@pytest.mark.each_value
 @MODELS
 @LAYOUTS
 def test_logits_after_removed_drafts_are_those_without_drafts(

@@ -317,6 +317,7 @@ def test_a_switch_of_the_layout_makes_the_context_of_the_draft_model_again(
     assert len(made_again) == stats.layout_switches > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["eagle3-echo", "dflash-echo", "assistant-echo"])
 @pytest.mark.parametrize("n_parallel", [1, 4, 16])
 def test_a_draft_model_that_is_right_by_construction_is_always_right(

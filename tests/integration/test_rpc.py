@@ -315,6 +315,7 @@ def test_large_tensors_are_kept_in_the_cache(tmp_path: Path) -> None:
         assert sorted(cache.iterdir()) == files
 
 
+@pytest.mark.nightly
 def test_the_benchmark_compares_texts_speed_and_bytes(tiny_llama: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "bench_rpc.py"
     command = [sys.executable, str(script), str(tiny_llama), "-np", "2", "--new", "8", "--turns", "1"]
