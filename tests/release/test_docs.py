@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -132,6 +133,22 @@ def test_the_page_of_several_models_runs_from_its_first_command_to_its_last(defa
     assert said["model"] == "SmolLM2-135M-Instruct.Q4_1"
     assert {each["id"]: each["status"]["value"] for each in listed["data"]}[said["model"]] == "loaded"
     assert [answer["success"] for answer in changed] == [True, True]
+
+
+def test_the_two_lines_of_the_quickstart_download_no_model(tmp_path: Path) -> None:
+    (lines,) = re.findall(r"(\.venv/bin/python scripts/synthetic_model.py .*\n.*serve -m random.gguf\n)", QUICKSTART)
+    commands = lines.replace(
+        ".venv/bin/python scripts/synthetic_model.py", f"{sys.executable} {ROOT}/scripts/synthetic_model.py"
+    )
+    commands = commands.replace(".venv/bin/cppbatch serve", f"{sys.executable} -m cppbatch generate -p Once -n 4")
+    models = tmp_path / "models"
+    env = {**os.environ, "CPPBATCH_MODELS": str(models), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0.22 GB" in done.stdout
+    assert not models.exists(), "a model was downloaded"
 
 
 def test_the_readme_is_short() -> None:
