@@ -171,8 +171,7 @@ def test_log_probabilities_are_those_of_the_original(opened: Open, tiny_llama: P
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"typical_p": 0.0, "top_k": 0}, {"temperature": 1e-4}],
+    "given", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"typical_p": 0.0, "top_k": 0}, {"temperature": 1e-4}]
 )
 def test_samplers_that_leave_one_token_give_the_originals_text(
     opened: Open, tiny_llama: Path, given: dict[str, Any]

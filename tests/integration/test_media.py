@@ -365,9 +365,7 @@ def test_preempted_sequences_with_images_continue_with_the_same_text(
         assert (stats.swaps if swap_space else stats.recomputes) > 0
 
 
-def test_an_engine_switches_its_layout_with_images_in_flight(
-    open_media: Callable[..., BatchInferenceEngine],
-) -> None:
+def test_an_engine_switches_its_layout_with_images_in_flight(open_media: Callable[..., BatchInferenceEngine]) -> None:
     prompts = [*mixed_prompts(image), "x" * 600]  # the last one is longer than a stream
     expected = open_media(kv_layout="unified").generate(prompts, greedy(20, ignore_eos=True))
     engine = open_media(kv_layout="auto")

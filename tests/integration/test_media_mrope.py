@@ -234,9 +234,7 @@ def test_a_prefix_with_an_image_is_on_disk_and_in_slots_after_a_restart(
         assert (result.usage.cached_tokens, result.tokens) == (n, expected)
 
 
-def test_a_lost_worker_costs_only_a_recomputed_prompt(
-    open_kind: Callable[..., BatchInferenceEngine],
-) -> None:
+def test_a_lost_worker_costs_only_a_recomputed_prompt(open_kind: Callable[..., BatchInferenceEngine]) -> None:
     engine = open_kind("qwen3vl", n_batch=16, n_ubatch=16)
     expected = engine.generate([PROMPTS[3]], greedy(8, ignore_eos=True))[0].tokens
     engine.clear_prefix_cache()

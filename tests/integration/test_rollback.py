@@ -163,11 +163,7 @@ def replaying(path: Path, **settings: Any) -> BatchInferenceEngine:
 @pytest.mark.parametrize("layout", ["unified", "per-sequence", "auto"])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded"])
 def test_texts_are_those_without_drafts(
-    name: str,
-    layout: str,
-    params: SamplingParams,
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
+    name: str, layout: str, params: SamplingParams, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = request.getfixturevalue(name)
     prompts = [prompt[:60] for prompt in PROMPTS]

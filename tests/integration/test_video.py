@@ -109,11 +109,7 @@ def test_ffmpeg_reads_no_other_file_and_no_address(ffmpeg: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("part", "field", "problem"),
     [
-        (
-            {"type": "input_video", "input_video": {"data": "eA=="}},
-            "input_video.data",
-            "is not a video that",
-        ),
+        ({"type": "input_video", "input_video": {"data": "eA=="}}, "input_video.data", "is not a video that"),
         ({"type": "input_video"}, "input_video.url", "is required"),
         ({"type": "video_url", "video_url": "https://a.example/v.mp4"}, "video_url", "is not allowed"),
         ({"type": "video_url", "video_url": "file:none.mp4"}, "video_url", "file not found"),

@@ -8,17 +8,7 @@ from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.random_sampling import NO_TOKEN, random_sample
 from cppbatch.engine.sampling_plan import Filters
-from tests.support.distributions import (
-    DEFAULTS,
-    Row,
-    are_far,
-    assert_drawn_from,
-    drawn,
-    exact,
-    keys,
-    logits,
-    tied,
-)
+from tests.support.distributions import DEFAULTS, Row, are_far, assert_drawn_from, drawn, exact, keys, logits, tied
 from tests.support.randomised import cases, randomised
 
 LARGE: dict[str, tuple[int, float, Filters]] = {  # tokens, how far apart their logits lie, filters
