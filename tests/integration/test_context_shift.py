@@ -50,9 +50,6 @@ def shifting(request: pytest.FixtureRequest, one_layer_model: Model, make_contex
     return make_context(one_layer_model, type_k="f32", type_v="f32", **LAYOUTS[request.param])
 
 
-# --- the memory -------------------------------------------------------------------------------------------------------
-
-
 def test_shifted_cells_are_those_of_the_tokens_at_their_new_positions(shifting: Context) -> None:
     left = np.concatenate([TOKENS[:KEPT], TOKENS[FROM:]])
     expected = decode(shifting, [*left, 7], seq_id=1)
@@ -97,9 +94,6 @@ def test_memory_that_is_not_all_cells_is_never_shifted(
         with pytest.raises(OutOfRange, match="cannot be shifted"):
             context.shift(0, FROM, -1)
         context.close()
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 def texts(engine: BatchInferenceEngine) -> list[Completion]:

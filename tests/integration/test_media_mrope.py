@@ -246,9 +246,6 @@ def test_a_lost_worker_costs_only_a_recomputed_prompt(open_kind: Callable[..., B
     assert [token for event in events if event.request_id == request_id for token in event.tokens] == expected
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_image_has_rows_and_columns_by_its_size(files: Path) -> None:
     with Model(files / "qwen2vl.gguf") as model:
         assert model.n_dimensions == 4
@@ -294,9 +291,6 @@ def test_images_of_any_size_are_computed_or_refused(kind: str, open_kind: Callab
         engine.generate([MediaPrompt([Media("image", picture(1, size=(300, 1))), "x"])], greedy(2))
     with pytest.raises(InvalidRequest, match=r"prompt: has \d+ tokens"):  # before it is encoded
         engine.generate([MediaPrompt([Media("image", picture(1, size=(1000, 750))), "x"])], greedy(2))
-
-
-# --- what would trip llama.cpp ----------------------------------------------------------------------------------------
 
 
 class _Vectors:

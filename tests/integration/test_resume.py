@@ -108,8 +108,6 @@ def test_a_timeout_that_passed_meanwhile_ends_it(engine: BatchInferenceEngine) -
     assert engine.stats().steps <= steps + 1
 
 
-# --- logits ---
-
 KNOWN = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, logprobs=1)
 MODELS = ["tiny_llama", "tiny_swa", "tiny_hybrid", "tiny_mamba"]
 NOISE = 0.001  # what orders of sums may change in F32; one that is rounded to F16 changes 0.002 to 0.01

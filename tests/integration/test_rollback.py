@@ -139,8 +139,6 @@ def test_mamba_and_contexts_without_rollback_have_no_snapshots(
         assert make_context(hybrid, n_rollback=MOST, n_ubatch=4).n_rollback == 2  # more would abort the process
 
 
-# --- in the engine ---------------------------------------------------------------------------------------------------
-
 FREE: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 PARAMS = [SamplingParams(temperature=0, **FREE), SamplingParams(temperature=1, top_k=5, seed=3, **FREE)]
 

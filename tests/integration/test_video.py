@@ -154,9 +154,6 @@ def test_frames_beyond_the_limit_in_bytes_are_refused(ffmpeg: Path) -> None:
         read_video("v", VIDEO, VideoSettings(ffmpeg_dir=ffmpeg), 100)
 
 
-# --- with the real program --------------------------------------------------------------------------------------------
-
-
 needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="needs ffmpeg")
 
 

@@ -62,9 +62,6 @@ def test_each_example_is_short_and_in_the_list_of_the_readme(example: Path) -> N
     assert f"[{example.name}]({example.name})" in (ROOT / "examples" / "README.md").read_text()
 
 
-# --- short programs -------------------------------------------------------------------------------------------------
-
-
 def code_lines(source: str) -> list[str]:
     """The lines of a program without its docstring and blank lines."""
     docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
@@ -117,9 +114,6 @@ def test_ctrl_c_in_the_short_chat_stops_an_answer_and_the_conversation_continues
     shown, err = process.communicate("What did I ask you before?\n\n", timeout=120)
     assert process.returncode == 0, err
     assert shown.count("\n> ") == 2, "the next question is asked for, and after its answer another one"
-
-
-# --- others ---------------------------------------------------------------------------------------------------------
 
 
 def test_basic_batch_shows_each_prompt_with_its_continuation_and_takes_a_step_per_token(tiny_llama: Path) -> None:
