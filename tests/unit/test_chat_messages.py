@@ -11,7 +11,6 @@ import pytest
 from cppbatch.errors import InvalidRequest
 from tests.support.conversations import CALL, CONVERSATIONS, FOUR, SUM, TOOLS, part, template_of
 
-
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 """Prints content as it is, and any role."""
 TYPED = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
