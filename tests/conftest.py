@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,25 @@ def pytest_configure() -> None:
     if worker and count and sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: int(count)] or cores)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test marked `each_value` the rings run a few cases that have every value; the others are nightly."""
+    tests: dict[str, dict[pytest.Item, set[tuple[str, int]]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("each_value"):
+            values = {(name, id(value)) for name, value in item.callspec.params.items()}
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
+    for cases in tests.values():
+        missing = {value for values in cases.values() for value in values}
+        chosen: Counter[tuple[str, int]] = Counter()
+        while missing:
+            case = max(cases, key=lambda case: (len(cases[case] & missing), -sum(chosen[its] for its in cases[case])))
+            chosen.update(cases[case])
+            missing -= cases.pop(case)
+        for case in cases:
+            case.add_marker(pytest.mark.nightly)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
-"""Runs the tests that failed in the last run of pytest once more, one at a time: `python -m tests.run_alone ARGUMENTS`.
+"""Runs the tests of a ring that failed in its last run once more, alone: `python -m tests.run_alone RING [-m MARK]`.
 
-The arguments are those of that run. With more than a few failures it only says so: that is not a busy machine.
+With more than a few failures it only says so: that is not a busy machine.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import sys
 from pathlib import Path
 
 MOST = 3
-LAST_FAILED = Path(__file__).parents[1] / ".pytest_cache/v/cache/lastfailed"
+CACHES = Path(__file__).parents[1] / ".pytest_cache"
+"""scripts/test gives each ring a folder in it."""
 
 
-def failed_tests(folders: list[str]) -> list[str]:
-    """The ids of the tests in these folders that failed when they ran last. A file that fails to import is one."""
-    failed = json.loads(LAST_FAILED.read_text()) if LAST_FAILED.exists() else {}
-    return [test for test in failed if any(test.startswith(f"{folder}/") for folder in folders)]
+def failed_tests(ring: str) -> list[str]:
+    """The ids of the ring's tests that failed when they ran last. A file that fails to import is one."""
+    recorded = CACHES / ring / "v/cache/lastfailed"
+    return list(json.loads(recorded.read_text())) if recorded.exists() else []
 
 
 def main(arguments: list[str]) -> int:
-    failed = failed_tests([argument.rstrip("/") for argument in arguments if argument.startswith("tests/")])
+    ring, *others = arguments
+    failed = failed_tests(ring)
+    mark = ["-m", others[others.index("-m") + 1]] if "-m" in others else []
     if not 0 < len(failed) <= MOST:
         print(f"{len(failed)} tests failed; only up to {MOST} are run again")
         return 1
-    code = subprocess.run([sys.executable, "-m", "pytest", *failed], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "pytest", *mark, *failed], check=False).returncode
     if code == 0:
         print("Failed beside other tests, passed alone:", *failed, sep="\n  ")
     return code

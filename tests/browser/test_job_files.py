@@ -37,9 +37,6 @@ def start_files(page: Page, n: int) -> None:
     wait_status(page, "completed")
 
 
-# --- files that are prompts -----------------------------------------------------------------------------------------
-
-
 def test_each_file_of_a_zip_file_is_a_prompt_and_its_answer_has_its_name(
     page: Page, url: str, server: ServerProcess
 ) -> None:
@@ -133,9 +130,6 @@ def test_a_pdf_without_a_text_is_refused_in_one_sentence(page: Page, url: str, d
     choose(page, "report.pdf", data)
     expect(page.get_by_role("alert")).to_contain_text(f"report.pdf was left out: {why}")
     expect(page.get_by_role("button", name="Start")).to_have_count(0)
-
-
-# --- answers ----------------------------------------------------------------------------------------------------
 
 
 REVIEWS = b'id,review\n1,"Great, I love it."\n2,"It broke at once."\n'

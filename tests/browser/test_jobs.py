@@ -97,9 +97,6 @@ def evaluated(page: Page, module: str, script: str, *args: object) -> Any:
     return page.evaluate(f"async ([args]) => {{ const m = await import('/page/jobs/{module}.js'); {script} }}", [args])
 
 
-# --- without the tab ----------------------------------------------------------------------------------------------
-
-
 RECORDS = """
   const found = [];
   for await (const group of m.recordGroups(new Blob([args[0]]), args[1])) found.push(...group);
@@ -276,9 +273,6 @@ def test_a_file_of_100_mb_does_not_hold_up_the_page(chromium: Browser, page: Pag
     assert found["made"] > found["size"]
     assert found["good"] > 200_000
     assert tasks.longest_ms < 500
-
-
-# --- jobs -----------------------------------------------------------------------------------------------------------
 
 
 def test_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(

@@ -145,11 +145,7 @@ BAD_FORMS: dict[str, dict[str, Any]] = {
         "vary": [{"name": "temperature", "values": "0..1 x 33"}],
         "samples": 2,
     },
-    "65 prompts: the limit is 64 cells": {
-        "prompt": "{n}",
-        "vary": [],
-        "table": "n\n" + "1\n" * 65,
-    },
+    "65 prompts: the limit is 64 cells": {"prompt": "{n}", "vary": [], "table": "n\n" + "1\n" * 65},
 }
 
 

@@ -13,16 +13,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
-from tests.clients.serving import (
-    CITIES,
-    CONCLUSION,
-    KEY,
-    MODEL,
-    QUESTION,
-    REASONS_THEN_ANSWERS,
-    THOUGHT,
-    Serving,
-)
+from tests.clients.serving import CITIES, CONCLUSION, KEY, MODEL, QUESTION, REASONS_THEN_ANSWERS, THOUGHT, Serving
 
 QUESTIONS = [f"Name the capital of {country}." for country in ("France", "Peru", "Japan", "Norway")] * 4
 

@@ -124,9 +124,6 @@ def test_generate_without_a_prompt_shows_how_to_give_one(
     assert (code, err.splitlines()[-1]) == (2, "Error: prompt 2 is empty; give it a text")
 
 
-# --- models inspect, models list -------------------------------------------------------------------------------------
-
-
 def test_inspect_refuses_a_file_that_is_not_a_model_with_one_helpful_line(
     broken: tuple[Path, str], run: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -17,6 +17,8 @@ from cppbatch.bench import resource_usage
 from cppbatch.cli import doctor_command
 from cppbatch.engine.compute_threads import usable_cpus
 from cppbatch.engine.runtime import Runtime, load_runtime
+from tests.support.batch_files import wait_until
+from tests.support.narrow import some
 
 Busy = Callable[[int], AbstractContextManager[list[int]]]
 
@@ -45,15 +47,14 @@ def test_beside_busy_cores_an_engine_uses_one_thread_also_with_a_number_of_its_o
 ) -> None:
     config = EngineConfig(str(tiny_llama), n_ctx=256, n_parallel=2, **settings)  # type: ignore[arg-type]
     with busy(len(usable_cpus())), loaded(config) as runtime:
-        assert runtime.threads
-        time.sleep(0.6)
-        assert runtime.threads.now() == 1
+        threads = some(runtime.threads)
+        wait_until(lambda: threads.now() == 1)
 
 
 def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_command, "_WATCH_S", 1.0)
+    monkeypatch.setattr(doctor_command, "_WATCH_S", 0.4)
     with busy(len(usable_cpus())) as pids:
-        others = resource_usage.watch_other_programs(1.0)
+        others = resource_usage.watch_other_programs(0.4)
         shown = CliRunner().invoke(doctor_command.doctor).output
     assert others.cores > 0.5 * len(pids)
     named = {each.pid for each in others.busiest}

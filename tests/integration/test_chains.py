@@ -186,6 +186,7 @@ def test_xtc_excludes_the_most_likely_tokens_with_the_given_probability(sampler:
     assert_drawn_from(counts_of(sampler, row, xtc_probability=probability, xtc_threshold=0.03), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("spread", [0.1, 2.0, 6.0])
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
 def test_a_dynamic_temperature_follows_the_entropy(sampler: Sampler, spread: float, exponent: float) -> None:

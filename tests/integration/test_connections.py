@@ -169,9 +169,6 @@ def test_the_cap_leaves_files_for_the_process() -> None:
     assert 0 < most <= 8192
 
 
-# --- clients that do not read -----------------------------------------------------------------------------------------
-
-
 async def deaf(listener: Listener, body: object) -> Streams:
     """A client that reads only a few kilobytes ahead of its application, which reads nothing.
 
@@ -277,9 +274,6 @@ async def test_a_client_that_reads_slowly_gets_all_of_it(tiny_llama: Path) -> No
         events = [line for line in came.split(b"\n") if b"data: {" in line]
         assert json.loads(events[-1].split(b"data: ", 1)[1])["choices"][0]["finish_reason"] == "length"
         writer.close()
-
-
-# --- TLS --------------------------------------------------------------------------------------------------------------
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:

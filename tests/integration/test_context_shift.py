@@ -50,9 +50,6 @@ def shifting(request: pytest.FixtureRequest, one_layer_model: Model, make_contex
     return make_context(one_layer_model, type_k="f32", type_v="f32", **LAYOUTS[request.param])
 
 
-# --- the memory -------------------------------------------------------------------------------------------------------
-
-
 def test_shifted_cells_are_those_of_the_tokens_at_their_new_positions(shifting: Context) -> None:
     left = np.concatenate([TOKENS[:KEPT], TOKENS[FROM:]])
     expected = decode(shifting, [*left, 7], seq_id=1)
@@ -99,9 +96,6 @@ def test_memory_that_is_not_all_cells_is_never_shifted(
         context.close()
 
 
-# --- the engine -------------------------------------------------------------------------------------------------------
-
-
 def texts(engine: BatchInferenceEngine) -> list[Completion]:
     """Long texts, some of which share their prompts' cells."""
     prompts = [[1, *range(10, 90)], [1, *range(10, 90), 7], [1, 20, 30], [1, *range(10, 240)]]
@@ -125,6 +119,7 @@ def test_a_text_continues_in_shifted_cells_as_in_recomputed_ones(
     assert engine.stats().context_shifts == again.stats().context_shifts > 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
 @pytest.mark.parametrize("layout", ENGINES)
 def test_every_kind_of_memory_continues(

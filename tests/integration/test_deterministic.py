@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def engine(model: Path, **settings: Any) -> BatchInferenceEngine:
-    defaults = {"n_ctx": 8192, "n_parallel": 8, "n_threads": 2, "n_gpu_layers": 0, "deterministic": True}
+    defaults = {"n_ctx": 8192, "n_parallel": 8, "n_threads": 1, "n_gpu_layers": 0, "deterministic": True}
     return BatchInferenceEngine(model, **{**defaults, **settings})
 
 
@@ -57,25 +57,31 @@ def alone(model: Path) -> Results:
         return [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
 
 
-def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(model: Path, alone: Results) -> None:
+COMPANIES: list[dict[str, Any]] = [
+    {"n_threads": 2},
+    {"n_parallel": 16, "n_ctx": 16384},
+    {"n_parallel": 3},
+    {"n_parallel": 1, "n_ctx": 1024},
+    {"n_batch": 64},
+    {"n_ubatch": 32},
+    {"prefer": "latency"},
+]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("settings", COMPANIES, ids=str)
+def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(
+    model: Path, alone: Results, settings: dict[str, Any]
+) -> None:
     assert all(len(each) >= N for each in alone)
-    companies: list[dict[str, Any]] = [
-        {},
-        {"n_parallel": 16, "n_ctx": 16384},
-        {"n_parallel": 3},
-        {"n_parallel": 1, "n_ctx": 1024},
-        {"n_batch": 64},
-        {"n_ubatch": 32},
-        {"prefer": "latency"},
-    ]
-    for seed, settings in enumerate(companies):
-        order = random.Random(seed).sample(range(len(PROMPTS)), len(PROMPTS))
-        with engine(model, **settings) as batched:
-            for _ in range(2):  # the second time, prompts continue cached prefixes
-                got = logprobs(batched, [PROMPTS[i] for i in order])
-                assert got == [alone[i] for i in order]
+    order = random.Random(str(settings)).sample(range(len(PROMPTS)), len(PROMPTS))
+    with engine(model, **settings) as batched:
+        for _ in range(2):  # the second time, prompts continue cached prefixes
+            got = logprobs(batched, [PROMPTS[i] for i in order])
+            assert got == [alone[i] for i in order]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("swap_space", [0, 64])
 def test_every_bit_is_the_same_after_a_preemption(model: Path, alone: Results, swap_space: int) -> None:
     """With and without host memory: the sequence is restored, or computed again in other pieces."""

@@ -134,6 +134,7 @@ class Alone:
         return drafted
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 @pytest.mark.parametrize("kind", ["random", "chain", "hybrid"])
 def test_drafts_are_those_of_the_head_alone(
@@ -160,6 +161,7 @@ def test_drafts_are_those_of_the_head_alone(
     alone.model.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -173,6 +175,7 @@ def test_the_text_is_that_of_the_model_alone(
     assert n_drafted > 200
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("swap_space", [0, 64])
 @pytest.mark.parametrize("kind", ["right", "right-chain", "hybrid"])
 def test_sequences_that_lose_their_cells_keep_their_texts(

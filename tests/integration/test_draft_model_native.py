@@ -79,6 +79,7 @@ def texts(path: Path, params: SamplingParams, **settings: Any) -> list[list[int]
         return [each.tokens for each in engine.generate(PROMPTS, params)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 @pytest.mark.parametrize("drafts_with", ["tiny_llama", "other_llama"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -173,6 +173,7 @@ def test_more_requests_than_cells_wait_and_all_end_well(open_engine: OpenEngine,
     assert [result.finish_reason for result in results] == [FinishReason.LENGTH] * 12
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("swap_space", [64, 0], ids=["swapped", "recomputed"])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
 def test_requests_that_outgrow_a_tiny_cache_get_the_texts_of_an_ample_one(

@@ -88,15 +88,7 @@ def test_generate_batch_takes_plain_keywords_and_a_loaded_engine(
     params = SamplingParams(max_tokens=5, temperature=0.7, top_p=0.9, seed=42)
     expected = [each.text for each in engine.generate(prompts, params)]
     for model, settings in ((engine, {}), (tiny_llama, SETTINGS)):
-        by_keywords = generate_batch(
-            model,
-            prompts,
-            max_tokens=5,
-            temperature=0.7,
-            top_p=0.9,
-            seed=42,
-            **settings,
-        )
+        by_keywords = generate_batch(model, prompts, max_tokens=5, temperature=0.7, top_p=0.9, seed=42, **settings)
         assert [each.text for each in by_keywords] == expected
     assert [each.text for each in generate_batch(engine, prompts, params)] == expected
     assert [each.text for each in generate_batch(tiny_llama, prompts, [params] * 2, **SETTINGS)] == expected

@@ -114,9 +114,6 @@ async def test_a_request_of_http_1_0_that_takes_long_is_given_up(engine: HeldEng
         assert engine.n_held == 0
 
 
-# --- clients that are gone --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("half_closed_before", [False, True])
 async def test_a_disconnect_before_the_first_token_is_detected(

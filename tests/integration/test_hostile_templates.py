@@ -88,9 +88,6 @@ async def test_a_hostile_template_in_the_models_folder_delays_no_other_model(
     assert all("the chat template takes longer than 0.7 s; it is tried again in" in message for message in messages)
 
 
-# --- all templates ----------------------------------------------------------------------------------------------------
-
-
 def _honest() -> dict[str, str]:
     """Chat templates of many models, and each with an operation for which it renders in a child process."""
     templates = chat_templates()

@@ -67,9 +67,6 @@ BAD_COMPLETIONS = {
 }
 
 
-# --- /completion ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("body", "field"), BAD_COMPLETIONS.values(), ids=BAD_COMPLETIONS.keys())
 async def test_a_bad_completion_request_is_a_400_that_names_the_field(http: Http, body: object, field: str) -> None:
     status, answer = await post(http, "/v1/completions", body)
@@ -269,9 +266,6 @@ async def test_the_models_chat_format_is_one_for_the_server_and_its_engine(engin
     serving = OneModel.of(engine, ServerSettings()).serving
     assert await serving.chat_format() is await engine.chat_format()
     assert serving.chat_forms == (await engine.chat_format()).forms
-
-
-# --- queues, timeouts, the prefix cache -------------------------------------------------------------------------------
 
 
 async def test_a_full_queue_is_a_429_with_a_retry_hint_and_the_others_get_their_answers(tiny_llama: Path) -> None:

@@ -146,9 +146,6 @@ def test_ggmls_conversion_gives_the_weights_back(kind: str) -> None:
     assert np.abs(again - rows).mean() < 0.15
 
 
-# --- where users see it ---
-
-
 @pytest.fixture
 def row_by_row(untimed_kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A model of Q4_1 and cached times of a CPU that computes Q4_1 row by row."""

@@ -361,10 +361,7 @@ async def test_the_lines_of_a_batch_have_the_rules_of_its_key(http: Http, engine
 
 async def test_a_batch_keeps_the_rules_of_its_key_over_a_restart(tiny_llama: Path, keys: Keys, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    async with (
-        HeldEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1) as held,
-        serving(held, keys, data) as http,
-    ):
+    async with HeldEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1) as held, serving(held, keys, data) as http:
         _, batch = await start_batch(http, "carol", await upload(http, "carol", 3))
         await until(lambda: held.n_held > 0)
     async with (

@@ -47,6 +47,7 @@ def texts(engine: BatchInferenceEngine, prompts: list[str], params: SamplingPara
 # --- the same texts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("swap_space", [64, 0], ids=["carried", "recomputed"])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_swa"])
 def test_texts_are_those_without_a_switch(

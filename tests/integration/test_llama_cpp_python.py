@@ -132,6 +132,7 @@ def test_the_vocabulary_and_the_sizes_are_those_of_the_original(opened: Open, ti
 # --- completions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "given",
     [
@@ -170,8 +171,7 @@ def test_log_probabilities_are_those_of_the_original(opened: Open, tiny_llama: P
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"typical_p": 0.0, "top_k": 0}, {"temperature": 1e-4}],
+    "given", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"typical_p": 0.0, "top_k": 0}, {"temperature": 1e-4}]
 )
 def test_samplers_that_leave_one_token_give_the_originals_text(
     opened: Open, tiny_llama: Path, given: dict[str, Any]
@@ -402,6 +402,7 @@ def test_low_level_members_work_on_a_separate_context(opened: Open, tiny_llama: 
 # --- chats ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chat_format", [None, "chatml", "llama-2", "llama-3", "vicuna", "chatml-function-calling"])
 def test_an_answer_in_any_format_is_that_of_the_original(opened: Open, floats: Path, chat_format: str | None) -> None:
     ours, theirs = (opened(floats, cls=cls, chat_format=chat_format) for cls in (Llama, llama_cpp.Llama))

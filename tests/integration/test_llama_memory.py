@@ -190,6 +190,7 @@ def any_context(make_context: Callable[..., Context], request: pytest.FixtureReq
         yield make_context(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seq_id", [0, 1, 3])
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(KINDS, 2)))
 def test_a_state_is_carried_to_another_kind_of_cache_bit_for_bit(

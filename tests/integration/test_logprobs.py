@@ -146,6 +146,7 @@ def assert_those_of_the_model_alone(
         assert_those_of(rows, start + result.tokens, result.logprobs, n_top=its.logprobs or 0, within=ROUNDED)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", ["host", "backend"])
 @pytest.mark.parametrize("kv_layout", ["unified", "per-sequence"])
 def test_in_a_batch_each_request_gets_its_own_logprobs_and_the_number_it_asked_for(

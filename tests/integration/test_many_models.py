@@ -264,6 +264,7 @@ async def test_a_load_that_hangs_is_stopped_and_other_models_are_served(folder: 
         assert (await post(http, "/v1/completions", {**body, "model": "one"}))[0] == 200
 
 
+@pytest.mark.each_value
 @pytest.mark.skipif(sys.platform == "win32", reason="stops a process")
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("loads", [True, False])

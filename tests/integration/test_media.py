@@ -276,6 +276,7 @@ def mixed_prompts(medium: Callable[[int], Media]) -> list[MediaPrompt | str]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("projector", ["vision", "non_causal_vision", "audio"])
 def test_a_text_with_images_or_audio_is_the_same_alone_and_among_seven_others(
@@ -299,6 +300,7 @@ def test_a_text_with_images_or_audio_is_the_same_alone_and_among_seven_others(
     assert counts == [each, each, 0, 2 * each, 2 * each, 0, each, each]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["mamba", "hybrid", "sliding_window"])
 @pytest.mark.parametrize("projector", ["vision", "non_causal_vision"])
 def test_models_with_other_memory_take_images_too(
@@ -363,9 +365,7 @@ def test_preempted_sequences_with_images_continue_with_the_same_text(
         assert (stats.swaps if swap_space else stats.recomputes) > 0
 
 
-def test_an_engine_switches_its_layout_with_images_in_flight(
-    open_media: Callable[..., BatchInferenceEngine],
-) -> None:
+def test_an_engine_switches_its_layout_with_images_in_flight(open_media: Callable[..., BatchInferenceEngine]) -> None:
     prompts = [*mixed_prompts(image), "x" * 600]  # the last one is longer than a stream
     expected = open_media(kv_layout="unified").generate(prompts, greedy(20, ignore_eos=True))
     engine = open_media(kv_layout="auto")

@@ -87,6 +87,7 @@ def references(files: Path) -> Callable[[str], list[npt.NDArray[np.float32]]]:
     return references
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_mtmds_own_helper_alone_and_among_seven_others(
@@ -103,6 +104,7 @@ def test_logits_are_those_of_mtmds_own_helper_alone_and_among_seven_others(
     assert len({row.argmax() for row in alone}) > 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_same_if_images_are_computed_in_pieces(
@@ -115,6 +117,7 @@ def test_logits_are_the_same_if_images_are_computed_in_pieces(
     np.testing.assert_allclose(first_rows(engine, PROMPTS, cache_prompt=False), references(kind), atol=2e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_in_a_conversation_is_encoded_and_computed_once(
@@ -154,6 +157,7 @@ def prompts_tokens_before_the_end(engine: BatchInferenceEngine, prompt: MediaPro
     return len(engine.tokens(MediaPrompt(prompt.parts[:2])))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_that_is_swapped_out_within_an_image_continues_with_it(
@@ -230,9 +234,7 @@ def test_a_prefix_with_an_image_is_on_disk_and_in_slots_after_a_restart(
         assert (result.usage.cached_tokens, result.tokens) == (n, expected)
 
 
-def test_a_lost_worker_costs_only_a_recomputed_prompt(
-    open_kind: Callable[..., BatchInferenceEngine],
-) -> None:
+def test_a_lost_worker_costs_only_a_recomputed_prompt(open_kind: Callable[..., BatchInferenceEngine]) -> None:
     engine = open_kind("qwen3vl", n_batch=16, n_ubatch=16)
     expected = engine.generate([PROMPTS[3]], greedy(8, ignore_eos=True))[0].tokens
     engine.clear_prefix_cache()
@@ -242,9 +244,6 @@ def test_a_lost_worker_costs_only_a_recomputed_prompt(
     while engine.has_work:
         events += engine.step()
     assert [token for event in events if event.request_id == request_id for token in event.tokens] == expected
-
-
-# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_image_has_rows_and_columns_by_its_size(files: Path) -> None:
@@ -292,9 +291,6 @@ def test_images_of_any_size_are_computed_or_refused(kind: str, open_kind: Callab
         engine.generate([MediaPrompt([Media("image", picture(1, size=(300, 1))), "x"])], greedy(2))
     with pytest.raises(InvalidRequest, match=r"prompt: has \d+ tokens"):  # before it is encoded
         engine.generate([MediaPrompt([Media("image", picture(1, size=(1000, 750))), "x"])], greedy(2))
-
-
-# --- what would trip llama.cpp ----------------------------------------------------------------------------------------
 
 
 class _Vectors:

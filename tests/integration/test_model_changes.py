@@ -66,10 +66,7 @@ def logits_there(model: Path, vector: Any = None, layers: tuple[int, int] = (1, 
             {"rope_scaling": "yarn", "rope_scale": 4, "yarn_beta_slow": 2.0, "yarn_beta_fast": 8.0},
             {"rope_scaling_type": 2, "rope_freq_scale": 0.25, "yarn_beta_slow": 2.0, "yarn_beta_fast": 8.0},
         ),
-        (
-            {"kv_overrides": ("llama.rope.freq_base=float:77.5",)},
-            {"kv_overrides": {"llama.rope.freq_base": 77.5}},
-        ),
+        ({"kv_overrides": ("llama.rope.freq_base=float:77.5",)}, {"kv_overrides": {"llama.rope.freq_base": 77.5}}),
     ],
 )
 def test_positions_and_metadata_are_as_in_llama_cpp_python(
@@ -120,11 +117,7 @@ def test_a_file_with_weights_that_are_not_numbers_is_refused_if_asked(tmp_path: 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"rope_freq_base": 500.0},
-        {"rope_scaling": "yarn"},
-        {"kv_overrides": ("llama.rope.freq_base=float:77.5",)},
-    ],
+    [{"rope_freq_base": 500.0}, {"rope_scaling": "yarn"}, {"kv_overrides": ("llama.rope.freq_base=float:77.5",)}],
 )
 def test_saved_states_are_only_for_engines_with_the_same_changes(tiny_llama: Path, settings: dict[str, Any]) -> None:
     def key(**changed: Any) -> str:

@@ -44,9 +44,6 @@ def logit_by_llama(row: Row, token: int, known: list[int], numbers: tuple[float,
     return float(low + high) / 2
 
 
-# --- penalties as in llama.cpp --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("last_n", [1, 4, len(HISTORY), 64])
 @pytest.mark.parametrize("numbers", SETTINGS.values(), ids=SETTINGS)
 def test_penalties_leave_the_tokens_in_the_order_that_llama_cpp_leaves_them_in(
@@ -82,9 +79,6 @@ def test_the_most_likely_token_is_that_of_llama_cpp_for_any_history(
     ours = penalised(row, known, **fields_of(numbers, last_n))
     theirs = order_by_llama(row, known, numbers, last_n)[0]
     assert ours[theirs] == pytest.approx(ours.max(), abs=1e-5)
-
-
-# --- penalties in the engine ----------------------------------------------------------------------------------------
 
 
 def greedily(known: list[int], n: int, last_n: int, repetition: float) -> list[int]:

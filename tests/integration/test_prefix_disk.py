@@ -165,8 +165,6 @@ async def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny_llam
             pass
 
 
-# --- kills ------------------------------------------------------------------------------------------------------------
-
 N_KILLS, N_PROMPTS, N_TOKENS, BOUND, NEAR = 20, 6, 1200, 32_000_000, 0.09
 
 

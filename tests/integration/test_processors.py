@@ -83,6 +83,7 @@ def seeded(kind: dict[str, Any], **more: Any) -> list[SamplingParams]:
     return [SamplingParams(seed=i, max_tokens=12, ignore_eos=True, **kind, **more) for i in range(len(PROMPTS))]
 
 
+@pytest.mark.each_value
 @each_kind
 @pytest.mark.parametrize("processor", HARMLESS, ids=["one by one", "together"])
 def test_one_that_changes_nothing_leaves_every_seeded_text_as_it_is(kind: dict[str, Any], processor: Any) -> None:

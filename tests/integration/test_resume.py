@@ -108,8 +108,6 @@ def test_a_timeout_that_passed_meanwhile_ends_it(engine: BatchInferenceEngine) -
     assert engine.stats().steps <= steps + 1
 
 
-# --- logits ---
-
 KNOWN = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, logprobs=1)
 MODELS = ["tiny_llama", "tiny_swa", "tiny_hybrid", "tiny_mamba"]
 NOISE = 0.001  # what orders of sums may change in F32; one that is rounded to F16 changes 0.002 to 0.01
@@ -124,6 +122,7 @@ def numbered(n: int) -> list[int]:
     return [3 + (7 * k + n) % 200 for k in range(n)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["per-sequence", "unified"])
 @pytest.mark.parametrize("name", MODELS)
 def test_f32_logits_are_kept_when_the_text_continues_in_another_engine(
@@ -143,6 +142,7 @@ def test_f32_logits_are_kept_when_the_text_continues_in_another_engine(
                 assert logprobs(rest, "a") == pytest.approx(expected[n:], abs=NOISE)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["per-sequence", "unified"])
 @pytest.mark.parametrize("name", MODELS)
 def test_f32_logits_stay_where_preempted_sequences_are_computed_again(

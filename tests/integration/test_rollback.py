@@ -55,6 +55,7 @@ def with_wrong(seq_id: int, position: int, n_right: int, n_wrong: int) -> list[i
     return following[:n_right] + [(token + 7) % 80 + 10 for token in following[n_right:]]
 
 
+@pytest.mark.each_value
 @MODELS
 @LAYOUTS
 def test_logits_after_removed_drafts_are_those_without_drafts(
@@ -138,8 +139,6 @@ def test_mamba_and_contexts_without_rollback_have_no_snapshots(
         assert make_context(hybrid, n_rollback=MOST, n_ubatch=4).n_rollback == 2  # more would abort the process
 
 
-# --- in the engine ---------------------------------------------------------------------------------------------------
-
 FREE: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 PARAMS = [SamplingParams(temperature=0, **FREE), SamplingParams(temperature=1, top_k=5, seed=3, **FREE)]
 
@@ -157,15 +156,12 @@ def replaying(path: Path, **settings: Any) -> BatchInferenceEngine:
     return engine
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["tiny_hybrid", "tiny_swa", "tiny_mamba"])
 @pytest.mark.parametrize("layout", ["unified", "per-sequence", "auto"])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded"])
 def test_texts_are_those_without_drafts(
-    name: str,
-    layout: str,
-    params: SamplingParams,
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
+    name: str, layout: str, params: SamplingParams, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = request.getfixturevalue(name)
     prompts = [prompt[:60] for prompt in PROMPTS]

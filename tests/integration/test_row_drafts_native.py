@@ -205,6 +205,7 @@ class Alone:
         self.models[0].close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 @pytest.mark.parametrize("kind", RANDOM)
 def test_drafts_of_a_batch_are_those_of_each_sequence_alone(
@@ -248,6 +249,7 @@ def test_the_tokens_of_a_block_see_each_other_unless_the_file_says_otherwise(
     assert (found[0] == pytest.approx(found[1], rel=1e-4)) == is_causal
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -262,6 +264,7 @@ def test_the_text_is_that_of_the_model_alone(
     assert [each.tokens for each in results] == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("swap_space", [0, 64])
 @pytest.mark.parametrize("kind", ["eagle3-shared", "eagle3-hybrid", "dflash", "dspark", "assistant"])
 def test_sequences_that_lose_their_cells_keep_their_texts(
@@ -314,6 +317,7 @@ def test_a_switch_of_the_layout_makes_the_context_of_the_draft_model_again(
     assert len(made_again) == stats.layout_switches > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["eagle3-echo", "dflash-echo", "assistant-echo"])
 @pytest.mark.parametrize("n_parallel", [1, 4, 16])
 def test_a_draft_model_that_is_right_by_construction_is_always_right(

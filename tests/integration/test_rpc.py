@@ -52,6 +52,7 @@ def texts(model: Path, prompts: list[str] = PROMPTS, params: SamplingParams = GR
         return [each.text for each in engine.generate(prompts, params)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", ["host", "auto"])  # auto: on the device, but of recurrent states
 @pytest.mark.parametrize("layout", ["unified", "per-sequence", "auto"])
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
@@ -86,6 +87,7 @@ def test_prefixes_are_shared_as_on_this_machine(
     assert found[0] == found[1] != "none"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("swap_space", [0, 64])
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_sequences_that_lose_their_cells_get_the_same_texts(
@@ -313,6 +315,7 @@ def test_large_tensors_are_kept_in_the_cache(tmp_path: Path) -> None:
         assert sorted(cache.iterdir()) == files
 
 
+@pytest.mark.nightly
 def test_the_benchmark_compares_texts_speed_and_bytes(tiny_llama: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "bench_rpc.py"
     command = [sys.executable, str(script), "-m", str(tiny_llama), "-np", "2", "--new", "8", "--turns", "1"]

@@ -177,9 +177,6 @@ def test_a_cache_that_cannot_be_written_is_ignored(
     assert selfcheck.repacking_works()
 
 
-# --- cppbatch doctor -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def models(untimed_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"

@@ -125,8 +125,6 @@ async def test_text_parts_are_lines(engine: Recording) -> None:
         assert await rendered(http, {"messages": [{"role": "user", "content": parts}]}) == "one\ntwo"
 
 
-# --- llama.cpp's chat templates ---------------------------------------------------------------------------------------
-
 TURNS = [("system", "S"), ("user", "Grüße"), ("assistant", "A"), ("user", "B")]
 
 
@@ -161,9 +159,6 @@ async def test_a_server_uses_llama_cpps_template_by_its_name(engine: Recording) 
             assert answer.status == 200
     with pytest.raises(ConfigError, match=r"chatml.*vicuna"):
         find_template("nosuch", builtin_template_names)
-
-
-# --- several addresses ------------------------------------------------------------------------------------------------
 
 
 async def test_the_server_answers_at_each_of_its_addresses(engine: Recording) -> None:

@@ -143,6 +143,7 @@ def test_a_conversation_computes_only_its_new_tokens(open_kind: OpenEngine) -> N
         conversation = [*conversation, *answer.tokens[:-1], 350 + turn, 360, 370]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ram", [64, 0], ids=["host memory", "no host memory"])
 def test_an_evicted_prefix_is_restored_from_host_memory(
     open_kind: OpenEngine, ram: int, monkeypatch: pytest.MonkeyPatch

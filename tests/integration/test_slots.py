@@ -45,6 +45,7 @@ async def act(http: Http, slot: int, action: str, filename: str = "a.bin") -> tu
     return await post(http, f"/slots/{slot}?action={action}", {"filename": filename})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", [LocalEngine, EngineProcess])
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 async def test_a_saved_slot_is_a_cached_prefix_of_another_server(

@@ -152,9 +152,6 @@ async def test_a_refused_body_costs_no_other_request(engine: LocalEngine) -> Non
         writer.close()
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-
 class TimedHttp:
     """Stands for aiohttp's protocol: parsing takes `seconds` per byte, by the clock that it turns on."""
 

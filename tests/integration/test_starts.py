@@ -70,9 +70,6 @@ async def test_a_worker_that_was_started_early_is_the_first_that_is_used() -> No
             assert await asyncio.wait_for(each.wait(), 60) == 1
 
 
-# --- footprints ---
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[EngineConfig]]:
     """The settings that each child process was asked about."""
@@ -158,9 +155,6 @@ def test_a_build_for_gpus_is_detected_by_its_libraries(files: list[str], is_cpu_
     for name in files:
         (tmp_path / name).touch()
     assert findings.computes_on_cpu_only(tmp_path) == is_cpu_only
-
-
-# --- sharing of prefixes, vocabularies ---
 
 
 def test_sharing_that_works_is_probed_once_for_each_setting(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

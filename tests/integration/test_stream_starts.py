@@ -50,6 +50,7 @@ async def busy(http: Http) -> AsyncIterator[None]:
         assert not running.content.at_eof()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", STREAMS)
 async def test_headers_are_sent_while_a_request_waits_in_the_queue(http: Http, path: str) -> None:
     async with busy(http):
@@ -60,6 +61,7 @@ async def test_headers_are_sent_while_a_request_waits_in_the_queue(http: Http, p
             assert perf_counter() - start < 1, "the other request takes several seconds"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", STREAMS)
 async def test_a_silent_stream_sends_pings_that_clients_skip(http: Http, path: str) -> None:
     async with busy(http):
@@ -81,6 +83,7 @@ async def test_pings_can_be_switched_off(http: Http) -> None:
             await asyncio.wait_for(answer.content.readline(), 1.5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", STREAMS)
 async def test_an_invalid_request_has_its_status_while_another_one_runs(http: Http, path: str) -> None:
     async with busy(http):
@@ -90,6 +93,7 @@ async def test_an_invalid_request_has_its_status_while_another_one_runs(http: Ht
             assert "grammar" in (await answer.json())["error"]["message"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("path", STREAMS)
 async def test_a_request_whose_time_ends_in_the_queue_ends_its_stream(http: Http, path: str) -> None:
     async with busy(http), http.post(path, json={**STREAMS[path], "stream": True, "queue_timeout": 0.2}) as answer:

@@ -66,6 +66,7 @@ def test_the_tests_here_have_the_tags_of_every_family() -> None:
     assert tuple(TAGS.items()) == reasoning._KNOWN_TAGS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("start", TAGS)
 def test_reasoning_between_tags_ends_after_its_budget(engine: BatchInferenceEngine, start: str, budget: int) -> None:
@@ -91,6 +92,7 @@ def test_with_tools_harmony_chooses_the_channel_after_its_budget(engine: BatchIn
     assert "final" not in "".join(result.token_texts)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("family", [name for name in TEMPLATES if name != "harmony"])
 def test_every_family_that_calls_tools_has_budgets_too(engine: BatchInferenceEngine, family: str, tools: bool) -> None:

@@ -127,9 +127,6 @@ def test_a_file_that_cannot_be_written_is_refused(tiny_llama: Path, tmp_path: Pa
         BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "none" / "t.json"), **SETTINGS)
 
 
-# --- `cppbatch bench explain` -----------------------------------------------------------------------------------------
-
-
 def test_a_trace_explains_where_the_time_went(tiny_llama: Path, tmp_path: Path) -> None:
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
         engine.generate([[5] * 20, [6] * 30, [7] * 10] * 5, GREEDY)

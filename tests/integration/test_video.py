@@ -109,11 +109,7 @@ def test_ffmpeg_reads_no_other_file_and_no_address(ffmpeg: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("part", "field", "problem"),
     [
-        (
-            {"type": "input_video", "input_video": {"data": "eA=="}},
-            "input_video.data",
-            "is not a video that",
-        ),
+        ({"type": "input_video", "input_video": {"data": "eA=="}}, "input_video.data", "is not a video that"),
         ({"type": "input_video"}, "input_video.url", "is required"),
         ({"type": "video_url", "video_url": "https://a.example/v.mp4"}, "video_url", "is not allowed"),
         ({"type": "video_url", "video_url": "file:none.mp4"}, "video_url", "file not found"),
@@ -156,9 +152,6 @@ def test_times_are_as_far_apart_as_asked(ffmpeg: Path) -> None:
 def test_frames_beyond_the_limit_in_bytes_are_refused(ffmpeg: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"frames of more than 100 bytes \(--max-media-mb\); shorten it, or lower"):
         read_video("v", VIDEO, VideoSettings(ffmpeg_dir=ffmpeg), 100)
-
-
-# --- with the real program --------------------------------------------------------------------------------------------
 
 
 needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="needs ffmpeg")

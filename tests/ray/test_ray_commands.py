@@ -183,9 +183,6 @@ def test_a_broken_model_is_one_line(folder: Path) -> None:
     assert "Traceback" not in refused.stderr
 
 
-# --- a cluster that runs already --------------------------------------------------------------------------------------
-
-
 def free_ports(n: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]

@@ -1,21 +1,24 @@
-"""`cppbatch batch` as users start it: a separate process that may be killed at any moment and continues."""
+"""`cppbatch batch`: a separate process may be killed at any moment and continues; what it says, in this process."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from cppbatch.cli import main
 from cppbatch.jobs.ledger import Ledger
 from tests.support.batch_files import is_same_text
 from tests.support.job_results import ids_of, lines_of
@@ -31,7 +34,19 @@ def command(model: Path, source: Path, out: Path, *args: str) -> list[str]:
 
 
 def batch(model: Path, source: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(model, source, out, *args), capture_output=True, text=True, timeout=120, check=False)
+    return run_here(*command(model, source, out, *args)[len(COMMAND) :])
+
+
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in this process: a new interpreter would take longer to import the package than most of these run."""
+    code, printed, said = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), redirect_stderr(said):
+        patch.setattr(sys, "argv", ["cppbatch", *arguments])
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, code, printed.getvalue(), said.getvalue())
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> Path:
@@ -343,12 +358,12 @@ def test_a_removed_output_is_started_over(tiny_llama: Path, tmp_path: Path) -> N
     ],
 )
 def test_impossible_jobs_are_refused_before_a_model_is_loaded(
-    tiny_llama: Path, tmp_path: Path, args: list[str], said: str
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
 ) -> None:
     job_of(tmp_path / "in.jsonl", 2)
     (tmp_path / "in.xyz").touch()
-    line = [*COMMAND, "batch", *args, "-m", str(tiny_llama)]
-    ended = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    monkeypatch.chdir(tmp_path)
+    ended = run_here("batch", *args, "-m", str(tiny_llama))
     assert ended.returncode == 2, ended.stderr
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr

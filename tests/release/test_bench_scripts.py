@@ -11,6 +11,8 @@ import pytest
 from tests.support.fake_peers import write_aiperf, write_llama_server, write_program
 from tests.support.scripts import ROOT, columns, number, rows, script
 
+pytestmark = pytest.mark.nightly
+
 # --- /generate/batch ---
 
 
@@ -83,9 +85,9 @@ def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
 
 def test_two_settings_are_compared_step_by_step(tiny_llama: Path) -> None:
     few = ["-B", 2, "--requests", 3, "--longest", 30, "--rounds", 1]
-    figures = rows(
-        script("bench_steps_in_turns.py", "-m", tiny_llama, *few, f"one={ROOT}", f'two={ROOT}:{{"n_batch": 64}}')
-    )
+    settings = ('one={ROOT}:{"n_threads": 1}', 'two={ROOT}:{"n_threads": 1, "n_batch": 64}')  # they wait for no thread
+    variants = [each.replace("{ROOT}", str(ROOT)) for each in settings]
+    figures = rows(script("bench_steps_in_turns.py", "-m", tiny_llama, *few, *variants))
     speeds = [number(figures[name][0]) for name in ("one", "two")]
     ratio = float(figures["two"][0].split("(")[1].split(",")[0])
     assert ratio == pytest.approx(speeds[1] / speeds[0], abs=0.02)

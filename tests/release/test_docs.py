@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +31,9 @@ def blocks(language: str) -> list[str]:
 
 PROGRAMS = blocks("python")
 COMMANDS = [block for block in blocks("bash") if "./scripts/" not in block]  # those two run this test
+LONG = [each for each in COMMANDS if "/cppbatch bench " in each or "examples/speculative_decoding.py" in each]
+"""Measurements of the default model. Those of tiny models are in test_throughput.py, test_roofline.py,
+test_strategies.py, test_bench_serve.py and test_examples.py."""
 PLACES = {"python": sys.executable, "cppbatch": f"{sys.executable} -m cppbatch"}
 
 
@@ -59,41 +65,58 @@ def servers(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     servers.stop()
 
 
-def run(command: list[str], servers: Servers) -> str:
-    here = [re.sub(r"http://127\.0\.0\.1:(\d+)", lambda url: servers.url(int(url[1])), part) for part in command]
-    done = subprocess.run(here, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def on_servers(text: str, servers: Servers) -> str:
+    """With the addresses of these servers."""
+    return re.sub(r"http://127\.0\.0\.1:(\d+)", lambda url: servers.url(int(url[1])), text)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert '"error":{' not in done.stdout, done.stdout
     return done.stdout
+
+
+def run_here(program: str) -> str:
+    """Runs it in this process: interpreters would take more time to import the same packages than to run it."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(program, "a page's program", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+RIGHT = {
+    "What do bees make?": ["capital of France is Paris", "red, blue"],  # of the README
+    "The capital of Japan is": ["Tokyo", "cold"],
+    "LocalEngine(": ["Paris", "Tokyo", "Madrid", "Berlin", "Athens"],
+}
+"""What the default model answers right in the first examples, by a text in each. It is small: sums it gets wrong."""
 
 
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 32
     assert len(COMMANDS) == 52
+    assert len(LONG) == 6
+    for text in RIGHT:
+        assert sum(text in program for program in PROGRAMS) == 1
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_each_program_runs_and_prints(program: str, servers: Servers) -> None:
-    assert run([sys.executable, "-c", program], servers).strip()
+def test_each_program_runs_and_prints(program: str, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    ours, changes_llama_cpp = on_servers(program, servers), "cppbatch.patch()" in program
+    printed = run(sys.executable, "-c", ours) if changes_llama_cpp else run_here(ours)
+    assert printed.strip()
+    right = [answer for text, answers in RIGHT.items() if text in program for answer in answers]
+    assert [each for each in right if each.lower() not in printed.lower()] == [], printed
 
 
-def test_the_default_model_answers_the_first_examples_right(servers: Servers) -> None:
-    """It is small: sums, for example, it gets wrong."""
-    right = {
-        "What do bees make?": ["capital of France is Paris", "red, blue"],  # of the README
-        "The capital of Japan is": ["Tokyo", "cold"],
-        "LocalEngine(": ["Paris", "Tokyo", "Madrid", "Berlin", "Athens"],
-    }
-    for text, answers in right.items():
-        (program,) = [each for each in PROGRAMS if text in each]
-        printed = run([sys.executable, "-c", program], servers)
-        assert [each for each in answers if each.lower() not in printed.lower()] == [], printed
-
-
-@pytest.mark.parametrize("commands", COMMANDS)
+@pytest.mark.parametrize(
+    "commands", [pytest.param(each, marks=[pytest.mark.nightly] if each in LONG else []) for each in COMMANDS]
+)
 def test_each_command_runs_and_prints(commands: str, servers: Servers) -> None:
     ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: PLACES[name[1]], commands)
-    assert run(["bash", "-euo", "pipefail", "-c", ours], servers).strip()
+    printed = run("bash", "-euo", "pipefail", "-c", on_servers(ours, servers)).strip()
+    assert printed
+    assert '"error":{' not in printed, printed
 
 
 def test_the_page_of_several_models_runs_from_its_first_command_to_its_last(default_model: Path) -> None:
@@ -110,6 +133,22 @@ def test_the_page_of_several_models_runs_from_its_first_command_to_its_last(defa
     assert said["model"] == "SmolLM2-135M-Instruct.Q4_1"
     assert {each["id"]: each["status"]["value"] for each in listed["data"]}[said["model"]] == "loaded"
     assert [answer["success"] for answer in changed] == [True, True]
+
+
+def test_the_two_lines_of_the_quickstart_download_no_model(tmp_path: Path) -> None:
+    (lines,) = re.findall(r"(\.venv/bin/python scripts/synthetic_model.py .*\n.*serve -m random.gguf\n)", QUICKSTART)
+    commands = lines.replace(
+        ".venv/bin/python scripts/synthetic_model.py", f"{sys.executable} {ROOT}/scripts/synthetic_model.py"
+    )
+    commands = commands.replace(".venv/bin/cppbatch serve", f"{sys.executable} -m cppbatch generate -p Once -n 4")
+    models = tmp_path / "models"
+    env = {**os.environ, "CPPBATCH_MODELS": str(models), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0.22 GB" in done.stdout
+    assert not models.exists(), "a model was downloaded"
 
 
 def test_the_readme_is_short() -> None:

@@ -109,9 +109,6 @@ async def test_pairs_of_texts_reach_a_reranker_in_its_worker(tiny_reranker: Path
     assert np.allclose([vector_of(event.embedding or b"") for event in events], scores, atol=5e-4)
 
 
-# --- workers that die -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_pause")
 async def test_a_worker_that_is_killed_loses_no_request(tiny_llama: Path, expected: list[bytes]) -> None:
     async with EngineProcess(tiny_llama, **SETTINGS) as engine:
@@ -142,9 +139,6 @@ async def test_a_text_that_kills_workers_fails_alone(tiny_llama: Path, expected:
         assert same(others, expected[:30])
         assert poisonous.finish_reason is FinishReason.ERROR
         assert "3 times in a row" in (poisonous.error or "")
-
-
-# --- the default model ------------------------------------------------------------------------------------------------
 
 
 def test_paraphrases_are_closer_than_other_sentences(default_model: Path) -> None:

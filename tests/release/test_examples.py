@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import csv
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -42,10 +45,13 @@ def start(name: str, *args: str | Path, stdin: int | None = None) -> subprocess.
 
 
 def run(name: str, *args: str | Path) -> str:
-    process = start(name, *args)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    return stdout
+    """What it prints, in this process: to import the package again would take longer than most of them."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(ROOT)
+        patch.setenv("COLUMNS", "80")
+        patch.setattr(sys, "argv", [name, *map(str, args)])
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -54,9 +60,6 @@ def test_each_example_is_short_and_in_the_list_of_the_readme(example: Path) -> N
     assert len(source.splitlines()) < 60
     assert "args.model or pull_default()" in source
     assert f"[{example.name}]({example.name})" in (ROOT / "examples" / "README.md").read_text()
-
-
-# --- short programs -------------------------------------------------------------------------------------------------
 
 
 def code_lines(source: str) -> list[str]:
@@ -111,9 +114,6 @@ def test_ctrl_c_in_the_short_chat_stops_an_answer_and_the_conversation_continues
     shown, err = process.communicate("What did I ask you before?\n\n", timeout=120)
     assert process.returncode == 0, err
     assert shown.count("\n> ") == 2, "the next question is asked for, and after its answer another one"
-
-
-# --- others ---------------------------------------------------------------------------------------------------------
 
 
 def test_basic_batch_shows_each_prompt_with_its_continuation_and_takes_a_step_per_token(tiny_llama: Path) -> None:

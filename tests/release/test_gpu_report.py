@@ -52,11 +52,13 @@ def report(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, peers: Pa
     return gpu_report(tmp_path_factory.mktemp("report"), "-m", tiny_llama, "--peers", peers)
 
 
+@pytest.mark.nightly
 def test_it_reports_the_machine_and_that_there_is_no_gpu(report: dict[str, str]) -> None:
     assert f"| cpu | {this_machine(with_llama=False).cpu} |" in report["Machine and build"]
     assert "**No GPU was there" in report["Machine and build"]
 
 
+@pytest.mark.nightly
 def test_the_peers_benchmark_runs_at_the_engines_points_in_both_layouts(report: dict[str, str]) -> None:
     for name, has_flag in (("unified", True), ("per-sequence", False)):
         section = report[f"llama-batched-bench, {name}"]
@@ -65,6 +67,7 @@ def test_the_peers_benchmark_runs_at_the_engines_points_in_both_layouts(report: 
         assert "llama_context" not in section
 
 
+@pytest.mark.nightly
 def test_the_engine_is_measured_in_both_layouts_with_the_phases_of_a_step(report: dict[str, str]) -> None:
     section = report["The engine, and where the time of a step goes"]
     for layout in ("unified", "per-sequence"):
@@ -72,11 +75,13 @@ def test_the_engine_is_measured_in_both_layouts_with_the_phases_of_a_step(report
     assert "| schedule | fill | decode | sample | advance |" in section
 
 
+@pytest.mark.nightly
 def test_sampling_is_measured_on_the_host_and_on_the_device(report: dict[str, str]) -> None:
     assert "sampling on the host" in report["Sampling: host"]
     assert "sampling on the device" in report["Sampling: backend"]
 
 
+@pytest.mark.nightly
 def test_servers_are_compared_and_one_that_does_not_start_is_reported_and_left_out(report: dict[str, str]) -> None:
     section = report["Servers under load"]
     assert "**Failed**: llama-server-bs ended with exit code 1." in section
@@ -85,12 +90,14 @@ def test_servers_are_compared_and_one_that_does_not_start_is_reported_and_left_o
     assert "| of them failed | 0 | 0 |" in section
 
 
+@pytest.mark.nightly
 def test_the_report_has_swapping_times_and_the_test_result(report: dict[str, str]) -> None:
     assert "| per-sequence | 64 |" in report["Swapping 64 tokens"]
     assert "passed" in report["Tests"]
     assert "1 part failed;" in report["Tests"]
 
 
+@pytest.mark.nightly
 def test_without_peers_and_without_time_every_part_gives_the_reason_that_it_is_empty(tmp_path: Path) -> None:
     sections = gpu_report(tmp_path, "-m", tmp_path / "none.gguf", "--minutes", "0.03")
     for name in ("unified", "per-sequence"):

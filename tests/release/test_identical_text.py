@@ -86,9 +86,7 @@ def test_with_deterministic_every_logprob_of_the_default_model_is_the_same_alone
 
 
 @pytest.mark.soak  # as the next one: a mistake in positions or masks fails with float weights at once
-def test_with_the_shipped_weights_16_of_16_are_equal_in_the_per_sequence_layout(
-    default_model: Path,
-) -> None:
+def test_with_the_shipped_weights_16_of_16_are_equal_in_the_per_sequence_layout(default_model: Path) -> None:
     assert texts(batched(default_model, "per-sequence")) == alone(default_model)
 
 

@@ -94,8 +94,6 @@ def test_a_drain_timeout_out_of_range_is_refused() -> None:
         ServerSettings(drain_timeout=-1)
 
 
-# --- as a process -----------------------------------------------------------------------------------------------------
-
 ENDLESS: dict[str, Any] = {"prompt": "A long story:", "max_tokens": 1900, "ignore_eos": True}
 
 

@@ -28,8 +28,6 @@ from tests.support.lora_texts import (
     texts_together,
 )
 
-# --- in a batch with others -----------------------------------------------------------------------------------------
-
 
 def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
     shape = LlamaShape(n_layer=30, n_embd=576, n_head=9, n_head_kv=3, n_ff=1536)
@@ -41,9 +39,6 @@ def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
     with open_engine(f32_model, files, n_ctx=2048, n_parallel=6, kv_layout="unified") as engine:
         mixed = texts_together(engine, params, prompts * 3, [lora for lora in loras for _ in prompts])
     assert mixed == [text for texts in wanted for text in texts]
-
-
-# --- in a worker process, over HTTP ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_pause")

@@ -37,10 +37,7 @@ def test_the_model_is_listed_under_its_file_name(client: openai.OpenAI, default_
 
 def test_a_chat_answer_is_a_whole_openai_object(client: openai.OpenAI, default_model: Path) -> None:
     answer = client.chat.completions.create(
-        model=default_model.stem,
-        messages=[{"role": "user", "content": "What is 2+2?"}],
-        temperature=0,
-        max_tokens=12,
+        model=default_model.stem, messages=[{"role": "user", "content": "What is 2+2?"}], temperature=0, max_tokens=12
     )
     assert "4" in (answer.choices[0].message.content or "")
     assert answer.choices[0].message.role == "assistant"
@@ -231,9 +228,7 @@ def test_a_reverse_proxy_passes_streams_on_as_they_come(
             server.wait_idle()
             body = json.dumps({"prompt": "Once", "max_tokens": 400, "stream": True, **IGNORE_EOS}).encode()
             request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions",
-                body,
-                {"Content-Type": "application/json"},
+                f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
             )
             with urllib.request.urlopen(request, timeout=60) as stream:
                 first = stream.readline()

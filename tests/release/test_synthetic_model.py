@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -17,11 +14,11 @@ from cppbatch.errors import ModelError
 from cppbatch.llama import Model
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import SHAPES, LlamaShape, copy_vocab, llama_bytes, norm, write_gguf, write_llama
-from tests.support.scripts import ROOT, run_script
+from tests.support.scripts import run_script
 
-SCRIPT = ROOT / "scripts" / "synthetic_model.py"
+pytestmark = pytest.mark.nightly
+
 SMALL = "--layers 2 --embd 64 --heads 4 --kv-heads 2 --ff 128 --ctx 512 --type Q8_0 --vocab-size 50000".split()
-QUICKSTART = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
 TEXTS = [
     "Hello, world!",
     "  def f(x):\n\treturn x",
@@ -151,17 +148,3 @@ def test_vocabularies_that_cannot_be_copied_are_refused(tmp_path: Path, tiny_enc
     without = tmp_path / "without.gguf"
     with pytest.raises(ModelError, match="has no vocabulary"):
         copy_vocab(write_gguf(without, gguf.GGUFWriter(without, "llama"), [norm("output_norm", 8)]))
-
-
-def test_the_two_lines_of_the_quickstart_download_no_model(tmp_path: Path) -> None:
-    (lines,) = re.findall(r"(\.venv/bin/python scripts/synthetic_model.py .*\n.*serve -m random.gguf\n)", QUICKSTART)
-    commands = lines.replace(".venv/bin/python scripts/synthetic_model.py", f"{sys.executable} {SCRIPT}")
-    commands = commands.replace(".venv/bin/cppbatch serve", f"{sys.executable} -m cppbatch generate -p Once -n 4")
-    models = tmp_path / "models"
-    env = {**os.environ, "CPPBATCH_MODELS": str(models), "PYTHONPATH": str(SCRIPT.parents[1])}
-    done = subprocess.run(
-        ["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "0.22 GB" in done.stdout
-    assert not models.exists(), "a model was downloaded"

@@ -38,10 +38,7 @@ def alone(model: Path, files: Files, lora: Lora, prompts: list[str], params: Sam
 
 
 def texts_together(
-    engine: BatchInferenceEngine,
-    params: SamplingParams = GREEDY,
-    prompts: list[str] = PROMPTS,
-    loras: list[Lora] = OF,
+    engine: BatchInferenceEngine, params: SamplingParams = GREEDY, prompts: list[str] = PROMPTS, loras: list[Lora] = OF
 ) -> list[str]:
     names = [engine.add_request(prompt, params, lora=lora) for prompt, lora in zip(prompts, loras, strict=True)]
     texts = dict.fromkeys(names, "")

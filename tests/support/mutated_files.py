@@ -118,9 +118,6 @@ def without_numbers(path: Path, name: str) -> Path:
     return path
 
 
-# --- changes to the header -------------------------------------------------------------------------------------------
-
-
 def _some_key(rng: random.Random, file: Gguf) -> int:
     return rng.randrange(len(file.metadata))
 
@@ -253,9 +250,6 @@ OF_HEADERS: list[Callable[[random.Random, Gguf], None]] = [
     other_key, other_type, other_type, other_type, other_shape, other_shape, other_offset, other_name, no_tensor,
     swapped_tensors, other_count, many_tensors, many_keys, many_texts, other_weights,
 ]  # fmt: skip
-
-
-# --- changes to the bytes --------------------------------------------------------------------------------------------
 
 
 def cut(rng: random.Random, content: bytes) -> bytes:

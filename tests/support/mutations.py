@@ -169,9 +169,6 @@ def _chunked(rng: random.Random, body: bytes) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [*pieces, b""])
 
 
-# --- changes to the fields -------------------------------------------------------------------------------------------
-
-
 def drop(rng: random.Random, fields: Json) -> None:
     fields.pop(rng.choice(list(fields)), None) if fields else None
 
@@ -255,9 +252,6 @@ def _name(rng: random.Random, fields: Json) -> str:
 def _value(rng: random.Random) -> Any:
     plain: list[Any] = [None, True, False, [], {}, [[]], {"a": 1}, [None], [1, "a"], {"": {}}, list(range(300))]
     return rng.choice([rng.choice(plain), rng.choice(NUMBERS), rng.choice(TEXTS)])
-
-
-# --- changes to the bytes --------------------------------------------------------------------------------------------
 
 
 def cut(rng: random.Random, body: bytes) -> bytes:

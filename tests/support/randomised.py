@@ -1,4 +1,4 @@
-"""Long randomised tests: some of their cases in each run of the ring, all of them with -m soak."""
+"""Long randomised tests: some of their cases in each run of the ring, more every night, all of them with -m soak."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ _REPEATABLE = settings(
 Test = Callable[..., None]
 
 
-def cases(*, ring: int, soak: int) -> pytest.MarkDecorator:
-    """The argument `n_cases` of a test: `ring`, or `soak` with -m soak."""
-    return pytest.mark.parametrize("n_cases", [ring, pytest.param(soak, marks=pytest.mark.soak)])
+def cases(*, ring: int, soak: int, nightly: int | None = None) -> pytest.MarkDecorator:
+    """The argument `n_cases` of a test: `ring`; `nightly` with -m nightly; `soak` with -m soak."""
+    more = [] if nightly is None else [pytest.param(nightly, marks=pytest.mark.nightly)]
+    return pytest.mark.parametrize("n_cases", [ring, *more, pytest.param(soak, marks=pytest.mark.soak)])
 
 
-def randomised(*, ring: int, soak: int, **drawn: st.SearchStrategy[Any]) -> Callable[[Test], Test]:
-    """As hypothesis' `given`, with the same `ring` examples in each run, and `soak` of them with -m soak."""
+def randomised(
+    *, ring: int, soak: int, nightly: int | None = None, **drawn: st.SearchStrategy[Any]
+) -> Callable[[Test], Test]:
+    """As hypothesis' `given`, with the same `ring` examples in each run, and as many as `cases` says in others."""
 
     def decorate(check: Test) -> Test:
         def test(n_cases: int, **others: Any) -> None:
@@ -36,7 +39,7 @@ def randomised(*, ring: int, soak: int, **drawn: st.SearchStrategy[Any]) -> Call
             [Parameter(name, Parameter.KEYWORD_ONLY) for name in [*named, "n_cases"]]
         )
         test.pytestmark = getattr(check, "pytestmark", [])  # type: ignore[attr-defined]
-        found: Test = cases(ring=ring, soak=soak)(test)
+        found: Test = cases(ring=ring, soak=soak, nightly=nightly)(test)
         return found
 
     return decorate

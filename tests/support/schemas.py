@@ -50,26 +50,17 @@ FLAG: Schema = {"type": "boolean"}
 NULL: Schema = {"type": "null"}
 
 SCHEMAS: dict[str, tuple[str, Schema]] = {
-    "an object": (
-        "Describe a person.",
-        record({"name": text(20), "age": whole(0, 120), "member": FLAG}),
-    ),
+    "an object": ("Describe a person.", record({"name": text(20), "age": whole(0, 120), "member": FLAG})),
     "objects in objects": (
         "Where is the Eiffel Tower?",
         record({"city": record({"name": text(16), "country": record({"code": {"enum": ["FR", "DE", "IT"]}})})}),
     ),
-    "an enum of strings": (
-        "What colour is the sky?",
-        record({"colour": {"enum": ["red", "green", "blue", "black"]}}),
-    ),
+    "an enum of strings": ("What colour is the sky?", record({"colour": {"enum": ["red", "green", "blue", "black"]}})),
     "an enum of anything, as the whole text": (
         "How many wheels has a car?",
         {"enum": [4, "four", None, True, [4, 4], {"wheels": 4}, -2.5]},
     ),
-    "an array of numbers": (
-        "Tell me a few prime numbers.",
-        array(whole(2, 99), 2, 5),
-    ),
+    "an array of numbers": ("Tell me a few prime numbers.", array(whole(2, 99), 2, 5)),
     "an array of objects": (
         "Which fruit do you have?",
         record({"fruit": array(record({"kind": text(12), "count": whole(1, 12)}), 1, 2)}),
@@ -91,17 +82,11 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
             }
         ),
     ),
-    "a multiple": (
-        "How many minutes does it take?",
-        record({"minutes": {**whole(0, 120), "multipleOf": 5}}),
-    ),
+    "a multiple": ("How many minutes does it take?", record({"minutes": {**whole(0, 120), "multipleOf": 5}})),
     "patterns": (
         "How can I reach you?",
         record(
-            {
-                "phone": pattern("[0-9]{3}-[0-9]{4}"),
-                "mail": {"allOf": [text(16), pattern(r"[a-z]+@[a-z]+\.(com|org)")]},
-            }
+            {"phone": pattern("[0-9]{3}-[0-9]{4}"), "mail": {"allOf": [text(16), pattern(r"[a-z]+@[a-z]+\.(com|org)")]}}
         ),
     ),
     "a format": (
@@ -115,10 +100,7 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
             "$defs": {"a/point": record({"x": {"$ref": "#/$defs/digit"}, "y": whole(-9, 9)}), "digit": whole(0, 9)},
         },
     ),
-    "a schema within itself": (
-        "Count down from 3.",
-        record({"n": whole(0, 9), "next": {"$ref": "#"}}, "next"),
-    ),
+    "a schema within itself": ("Count down from 3.", record({"n": whole(0, 9), "next": {"$ref": "#"}}, "next")),
     "one of several types": (
         "What is the article's number?",
         record({"article": {"anyOf": [whole(1, 9999), pattern("[A-Z]{2}[0-9]{2}")]}}),

@@ -342,13 +342,7 @@ def gemma4_assistant(
 
 
 def _gemma4_writer(
-    path: PathLike,
-    architecture: str,
-    n_layers: int,
-    n_embd: int,
-    n_head_kv: int = N_HEAD_KV,
-    *,
-    n_per_layer: int = 0,
+    path: PathLike, architecture: str, n_layers: int, n_embd: int, n_head_kv: int = N_HEAD_KV, *, n_per_layer: int = 0
 ) -> Any:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(N_CTX_TRAIN)
@@ -431,13 +425,7 @@ def dflash(
 
 
 def _draft_writer(
-    path: PathLike,
-    architecture: str,
-    layers: Sequence[int],
-    vocab: GgufVocab | None,
-    *,
-    n_embd: int,
-    n_layers: int,
+    path: PathLike, architecture: str, layers: Sequence[int], vocab: GgufVocab | None, *, n_embd: int, n_layers: int
 ) -> Any:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(N_CTX_TRAIN)

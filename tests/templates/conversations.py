@@ -77,9 +77,6 @@ SITUATIONS: dict[str, list[Json]] = {
 }
 
 
-# --- the three APIs ---------------------------------------------------------------------------------------------------
-
-
 def through_chat(messages: list[Json]) -> list[Json]:
     body = msgspec.convert({"messages": messages}, ChatCompletionRequest)
     return body.turn().messages
@@ -125,9 +122,6 @@ def through_messages(messages: list[Json]) -> list[Json]:
 
 
 APIS = {"chat completions": through_chat, "responses": through_responses, "messages": through_messages}
-
-
-# --- counts -----------------------------------------------------------------------------------------------------------
 
 
 def prompt_of(template: ChatTemplate, messages: list[Json]) -> str:

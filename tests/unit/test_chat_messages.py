@@ -11,8 +11,6 @@ import pytest
 from cppbatch.errors import InvalidRequest
 from tests.support.conversations import CALL, CONVERSATIONS, FOUR, SUM, TOOLS, part, template_of
 
-# --- what is adapted --------------------------------------------------------------------------------------------------
-
 PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 """Prints content as it is, and any role."""
 TYPED = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
@@ -154,9 +152,6 @@ def test_templates_see_llama_servers_variables() -> None:
     assert template_of(source).render([SUM], date_string="now").startswith("now|")
     assert json.loads(template_of("{{ functions }}").render([SUM], tools=TOOLS)) == TOOLS
     assert template_of("{{ functions }}.").render([SUM]) == "."
-
-
-# --- the last message is continued ------------------------------------------------------------------------------------
 
 
 def test_the_prompt_ends_with_the_unfinished_message() -> None:

@@ -403,8 +403,6 @@ def test_a_continued_channel_is_parsed_as_that_channel() -> None:
     assert message(its, " is 42.<|return|>").text == " is 42."
 
 
-# --- schemas of arguments ---------------------------------------------------------------------------------------------
-
 ZIP: dict[str, Any] = {"Zip": {"type": "string"}, "Count": {"type": "integer"}}
 ARGUMENTS: dict[str, Any] = {
     "type": "object",

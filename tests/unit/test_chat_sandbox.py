@@ -18,8 +18,6 @@ from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.settings import ServerSettings
 from tests.support.conversations import SUM, template_of
 
-# --- the sandbox ------------------------------------------------------------------------------------------------------
-
 
 def test_the_templates_own_error_is_reported() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate") as refused:
@@ -113,9 +111,6 @@ def test_a_broken_template_is_reported_as_broken(source: str) -> None:
         template_of(source)
     with pytest.raises(ConfigError, match="template failed"):
         find_template(source + "{{ 1 }}")
-
-
-# --- --chat-template --------------------------------------------------------------------------------------------------
 
 
 def test_a_template_is_found_by_name_by_text_or_in_a_file(tmp_path: Path) -> None:

@@ -169,8 +169,7 @@ def test_an_error_is_a_sentence_and_the_conversation_continues(start: Start) -> 
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
-    [({}, f"cut off, because {FULL}"), ({"max_tokens": 2}, "cut off after 2 tokens (-n)")],
+    ("params", "said"), [({}, f"cut off, because {FULL}"), ({"max_tokens": 2}, "cut off after 2 tokens (-n)")]
 )
 def test_a_cut_off_answer_says_why(start: Start, params: Json, said: str) -> None:
     session, _, shown = start(words("a", "b", reason="length"), params=params)

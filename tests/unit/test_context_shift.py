@@ -261,7 +261,8 @@ MEMORIES: st.SearchStrategy[tuple[bool, Sharing]] = st.sampled_from(
 
 
 @randomised(
-    ring=120,
+    ring=40,
+    nightly=120,
     soak=1000,
     actions=ACTIONS,
     memory=MEMORIES,

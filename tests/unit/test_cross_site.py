@@ -290,9 +290,6 @@ def test_a_server_has_its_name_in_containers_and_if_others_can_reach_it_those_of
     assert names_of(["llm.example"]) == (*all_names, "llm.example")
 
 
-# --- on every route ---------------------------------------------------------------------------------------------------
-
-
 class Reached(NamedTuple):
     """The application on a separate port, with all its middlewares and routes."""
 

@@ -105,9 +105,6 @@ async def fill(root: Path) -> None:
     data.close()
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-
 def database(folder: Path) -> Path:
     return folder / "jobs.sqlite3"
 

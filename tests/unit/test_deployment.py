@@ -118,6 +118,8 @@ def test_issue_forms_ask_for_the_output_of_doctor() -> None:
 def test_the_workflow_and_ci_run_the_test_command() -> None:
     commands = {step.get("run") for job in WORKFLOW["jobs"].values() for step in job["steps"]}
     assert {"./scripts/test unit", "./scripts/test"} <= commands
+    nightly = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["nightly"]
+    assert nightly["steps"][-1]["run"] == "./scripts/test nightly"
     assert "./scripts/test" in (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / "scripts" / "test", os.X_OK)
 

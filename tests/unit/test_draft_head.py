@@ -251,7 +251,7 @@ def test_a_head_that_cannot_compute_stops_drafting(eager: None, caplog: pytest.L
     assert context.n_decoded == 6
 
 
-@cases(ring=50, soak=250)
+@cases(ring=15, nightly=50, soak=250)
 @pytest.mark.parametrize(("kind", "accepted"), [("mtp", 8), ("chain", 6), ("eagle3", 8), ("dflash", 8)])
 def test_in_random_schedules_the_head_gets_the_rows_of_its_text(
     eager: None, kind: str, accepted: int, n_cases: int

@@ -186,9 +186,6 @@ async def test_an_upload_is_compared_by_its_hash_and_one_of_0_1_0_by_its_size(tm
     data.close()
 
 
-# --- ledgers ----------------------------------------------------------------------------------------------------------
-
-
 def lost(path: Path) -> None:
     path.unlink()
 

@@ -312,11 +312,7 @@ def test_a_model_is_never_overwritten(tmp_path: Path, name: str, link: Any) -> N
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 @pytest.mark.parametrize(
     ("file", "same"),
-    [
-        ("in.txt", "the input and -o"),
-        ("out.jsonl.job", "-o and the ledger"),
-        ("out.errors.jsonl", "-o and --errors"),
-    ],
+    [("in.txt", "the input and -o"), ("out.jsonl.job", "-o and the ledger"), ("out.errors.jsonl", "-o and --errors")],
 )
 def test_one_file_under_two_names_is_recognised(tmp_path: Path, link: Any, file: str, same: str) -> None:
     (tmp_path / file).write_text("a\n")

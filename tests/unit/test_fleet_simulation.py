@@ -15,6 +15,8 @@ from fleet.serve_autoscaling import Autoscaling, ServeAutoscaler
 from fleet.simulation import FleetSimulation
 from fleet.step_times import StepTimes, at
 
+pytestmark = pytest.mark.nightly
+
 TIMES = StepTimes(
     name="a CPU", source="made up", rows_ms=[(1, 8.0), (4, 14.0), (8, 18.0)], prompt_ms=[(4, 10.0), (512, 340.0)],
     row_cell_us=0.5, prompt_cell_us=0.3, step_ms=0.5, save_us=6.0, copy_us=4.0, cell_bytes=1000, start_s=5.0,

@@ -8,14 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cppbatch import (
-    BatchInferenceEngine,
-    Completion,
-    FinishReason,
-    GenerationEvent,
-    InvalidRequest,
-    SamplingParams,
-)
+from cppbatch import BatchInferenceEngine, Completion, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
 from tests.support.fakes import EOG, context_of, drain, fake_engine, greedy, reference, run_steps, spell
 
 PROMPT = "what will they say"

@@ -172,9 +172,6 @@ def test_compact_json_has_no_white_space_between_its_tokens(compact: bool, as_ru
     assert compact_schema(False) is False
 
 
-# --- keywords that restrict nothing -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "neutral",
     [
@@ -292,9 +289,6 @@ def test_a_second_has_at_most_nine_digits_after_the_point(kind: str, more: Any) 
 def test_a_keyword_that_cannot_be_enforced_is_named_with_its_place(schema: Any, said: str) -> None:
     assert not_enforced(simplify(schema)) == said
     assert not_enforced(simplify({"uniqueItems": False, "propertyNames": {"pattern": "^a"}})) is None
-
-
-# --- what the grammar engine reads otherwise --------------------------------------------------------------------------
 
 
 def test_a_reference_may_have_any_characters() -> None:

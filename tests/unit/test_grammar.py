@@ -141,9 +141,6 @@ def test_a_schema_with_long_references_is_searched_within_bounds() -> None:
     assert thread_time() - began < 5  # mostly 0.1 s; it was 77
 
 
-# --- GBNF -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("grammar", "matching", "other"),
     [

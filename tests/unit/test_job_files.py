@@ -144,9 +144,6 @@ def test_the_text_of_a_pdf_is_the_prompt(tmp_path: Path, monkeypatch: pytest.Mon
     assert prompts(tmp_path) == {"a.pdf": "10 bytes"}
 
 
-# --- zip files that are hostile -------------------------------------------------------------------------------------
-
-
 def test_a_zip_file_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,9 +173,6 @@ def test_damaged_and_encrypted_zip_files_are_refused_in_one_sentence(tmp_path: P
     (tmp_path / "in.zip").write_bytes(data)
     with pytest.raises(ConfigError, match=r"a\.txt \(is encrypted; unpack the zip file and give the folder"):
         find_inputs([tmp_path / "in.zip"], say_nothing)
-
-
-# --- the job ------------------------------------------------------------------------------------------------------
 
 
 def job_of(folder: Path, output: Path) -> FileJob:

@@ -154,10 +154,7 @@ def test_after_a_long_request_the_streams_come_back_but_not_at_once() -> None:
 
 
 def test_the_streams_do_not_come_back_while_a_sequence_hardly_fits_or_a_long_one_waits() -> None:
-    for load, waiting in (
-        (distinct(15, 300) + distinct(1, 1900), []),
-        (CHAT, distinct(100, 30) + distinct(1, 3000)),
-    ):
+    for load, waiting in ((distinct(15, 300) + distinct(1, 1900), []), (CHAT, distinct(100, 30) + distinct(1, 3000))):
         engine = Engine("unified")
         assert engine.run(60, load, waiting) == "unified"
         assert engine.run(60, CHAT) == "per-sequence"

@@ -11,8 +11,6 @@ from cppbatch.server.auth.keys import Slots
 from cppbatch.server.http.api_errors import TooManyRequests
 from cppbatch.server.http.limits import Limits
 
-# --- the fields of a request ------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -21,9 +19,6 @@ from cppbatch.server.http.limits import Limits
 def test_limits_out_of_range_are_refused_by_their_flag(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
         Limits(**{name: value})
-
-
-# --- how many at once -------------------------------------------------------------------------------------------------
 
 
 def test_slots_forget_clients_that_are_gone() -> None:

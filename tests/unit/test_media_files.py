@@ -158,9 +158,6 @@ def test_an_image_larger_than_a_strip_is_upright_in_every_orientation(
     np.testing.assert_array_equal(decode_image(data), np.asarray(wanted))
 
 
-# --- audio ------------------------------------------------------------------------------------------------------------
-
-
 def written(samples: np.ndarray, kind: str, *, rate: int = RATE, **options: str) -> bytes:
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=kind, **options)

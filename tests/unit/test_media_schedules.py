@@ -84,7 +84,8 @@ PICTURES = st.sampled_from(("causal", "whole", "rows and columns", "rows and col
 
 
 @randomised(
-    ring=150,
+    ring=50,
+    nightly=150,
     soak=20_000,
     actions=st.lists(
         st.one_of(arrivals_with_pictures(), arrivals(), *map(st.just, (Step(), Step(), Rest())), OTHERS),
@@ -101,7 +102,8 @@ def test_in_any_schedule_with_images_every_request_gets_the_text_it_gets_alone(*
 
 
 @randomised(
-    ring=80,
+    ring=30,
+    nightly=80,
     soak=500,
     actions=st.lists(
         st.one_of(

@@ -254,9 +254,6 @@ def test_the_settings_of_the_docs_are_read(tmp_path: Path) -> None:
     assert found["embed"].preload
 
 
-# --- names keep their meaning ----------------------------------------------------------------------------------------
-
-
 def put(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"GGUF")

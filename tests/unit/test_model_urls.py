@@ -129,9 +129,6 @@ def test_a_file_that_is_not_there_or_not_a_model_is_named() -> None:
         pull_url(f"{site.url}/m.gguf2".replace("gguf2", "x.gguf"))
 
 
-# --- registries of images ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def registry(model: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     images = {"ai/smol:latest": [model], "ai/smol:135M-Q4_0": [model], "ai/smol:split": [model, b"b"], "ai/smol:no": []}

@@ -69,8 +69,6 @@ def test_other_failures_are_not_taken_for_it(message: str) -> None:
     assert not says_out_of_memory(message)
 
 
-# --- the workers ------------------------------------------------------------------------------------------------------
-
 RAN_OUT = "killed by SIGABRT: CUDA error: out of memory ggml-cuda.cu:97: CUDA error"
 
 
@@ -205,9 +203,6 @@ def test_a_text_that_is_as_long_as_the_context_cannot_continue() -> None:
             with pytest.raises(InvalidRequest, match=rf"the {most + more} tokens of the text so far are .*, but") as no:
                 resume(most + more)
             assert no.value.overflow
-
-
-# --- the sizes --------------------------------------------------------------------------------------------------------
 
 
 def test_cells_are_halved_before_sequences() -> None:

@@ -15,12 +15,7 @@ from cppbatch.cluster.engines.output_collector import OutputCollector
 def event(i: int, **fields: Any) -> GenerationEvent:
     logprob = TokenLogprob(token=i, piece=b"x", logprob=-1.0)
     return GenerationEvent(
-        request_id="a",
-        text=f"{i} ",
-        tokens=[i, i + 1000],
-        token_texts=[str(i), " "],
-        logprobs=[logprob],
-        **fields,
+        request_id="a", text=f"{i} ", tokens=[i, i + 1000], token_texts=[str(i), " "], logprobs=[logprob], **fields
     )
 
 

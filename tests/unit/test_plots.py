@@ -126,9 +126,6 @@ def test_throughput_shows_prefill_decode_and_the_rest_of_a_step() -> None:
     ]
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("free", "label", "line_at"),
     [(3 * GIB, "free: 3.00 GiB", 3 * 1024), (500 * GIB, "free: 500.00 GiB, above this plot", None)],

@@ -181,9 +181,6 @@ def test_a_task_that_the_model_does_not_support_is_refused_with_the_reason() -> 
         fake_engine().add_request([1], task="sing")  # type: ignore[arg-type]
 
 
-# --- vectors ----------------------------------------------------------------------------------------------------------
-
-
 def test_normalised_vectors_have_length_one_after_they_were_cut() -> None:
     vectors = np.array([[3, 4, 12], [0, 0, 1], [0, 0, 0], [1e30, 1e30, 0]], np.float32)
     whole, cut = normalise_vectors(vectors), normalise_vectors(vectors, 2)

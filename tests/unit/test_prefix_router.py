@@ -77,12 +77,7 @@ def test_prompts_without_shared_cells_share_no_prefix(one: dict[str, Any], other
 
 @pytest.mark.parametrize(
     ("prompt", "options"),
-    [
-        (WORDS, {"cache_prompt": False}),
-        (WORDS, {"task": "embed"}),
-        (Pair(WORDS, WORDS), {}),
-        ("hi", {}),
-    ],
+    [(WORDS, {"cache_prompt": False}), (WORDS, {"task": "embed"}), (Pair(WORDS, WORDS), {}), ("hi", {})],
 )
 def test_some_prompts_have_no_prefix(prompt: Prompt, options: dict[str, Any]) -> None:
     assert prefixes(prompt, **options) == []

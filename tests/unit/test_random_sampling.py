@@ -8,17 +8,7 @@ from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.random_sampling import NO_TOKEN, random_sample
 from cppbatch.engine.sampling_plan import Filters
-from tests.support.distributions import (
-    DEFAULTS,
-    Row,
-    are_far,
-    assert_drawn_from,
-    drawn,
-    exact,
-    keys,
-    logits,
-    tied,
-)
+from tests.support.distributions import DEFAULTS, Row, are_far, assert_drawn_from, drawn, exact, keys, logits, tied
 from tests.support.randomised import cases, randomised
 
 LARGE: dict[str, tuple[int, float, Filters]] = {  # tokens, how far apart their logits lie, filters
@@ -67,7 +57,7 @@ def rows_of(draw: st.DrawFn, n: int) -> Row:
 # --- the distribution -----------------------------------------------------------------------------------------------
 
 
-@cases(ring=5_000, soak=20_000)
+@cases(ring=2_500, nightly=5_000, soak=20_000)
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
 def test_large_vocabularies_are_drawn_from_the_exact_distribution(
     case: tuple[int, float, Filters], n_cases: int

@@ -228,12 +228,12 @@ ANY_SCHEDULE: dict[str, st.SearchStrategy[Any]] = {
 }  # fmt: skip
 
 
-@randomised(ring=200, soak=20_000, **ANY_SCHEDULE)
+@randomised(ring=70, nightly=200, soak=20_000, **ANY_SCHEDULE)
 def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     run_and_check(**schedule)
 
 
-@randomised(ring=150, soak=1000, **ANY_SCHEDULE)
+@randomised(ring=50, nightly=150, soak=1000, **ANY_SCHEDULE)
 def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     """Whether its drafts pay or not: it is asked in every step without prompts."""
     with pytest.MonkeyPatch.context() as patch:
@@ -242,7 +242,7 @@ def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_al
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-@randomised(ring=60, soak=400, **ANY_SCHEDULE)
+@randomised(ring=25, nightly=60, soak=400, **ANY_SCHEDULE)
 def test_whenever_eagle3_or_dflash_is_asked_too(kind: str, **schedule: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculator, "_WORTH", 0.0)
@@ -289,7 +289,8 @@ SWITCHING = st.lists(
 
 
 @randomised(
-    ring=150,
+    ring=50,
+    nightly=150,
     soak=1000,
     actions=SWITCHING,
     memory=st.tuples(st.booleans(), st.sampled_from(("copy", "copy", "checkpoints", "whole", "none"))),
@@ -303,7 +304,8 @@ def test_whenever_the_layout_is_switched_every_request_gets_the_text_it_gets_alo
 
 
 @randomised(
-    ring=150,
+    ring=50,
+    nightly=150,
     soak=1000,
     actions=ACTIONS,
     sharing=st.sampled_from(("copy", "copy", "checkpoints", "whole", "none")),
@@ -332,7 +334,7 @@ def test_in_any_schedule_no_ubatch_has_too_few_rows_where_that_changes_the_bits(
     run.check_all_is_free()
 
 
-@randomised(ring=100, soak=500, actions=ACTIONS, memory=MEMORIES, failing_step=st.integers(1, 12))
+@randomised(ring=35, nightly=100, soak=500, actions=ACTIONS, memory=MEMORIES, failing_step=st.integers(1, 12))
 def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(
     actions: list[Action], memory: tuple[bool, Sharing], failing_step: int
 ) -> None:

@@ -76,9 +76,6 @@ def test_a_cluster_of_ray_start_is_found_while_it_answers(monkeypatch: pytest.Mo
     assert not ray_cluster.starts_own("local")
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontRecord:
     monkeypatch.setattr("platformdirs.user_state_dir", lambda _: str(tmp_path))
@@ -123,9 +120,6 @@ def test_a_killed_front_with_its_own_cluster_leaves_nothing(record: FrontRecord)
 def test_without_a_server_the_command_says_so(record: FrontRecord, command: str) -> None:
     result = CliRunner().invoke(cli, ["ray", command])
     assert (result.exit_code, result.output) == (0, "this user has no `cppbatch serve --ray` running on this machine\n")
-
-
-# --- the args of a Serve config file ----------------------------------------------------------------------------------
 
 
 def test_the_arguments_of_an_application_are_typed() -> None:

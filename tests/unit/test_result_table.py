@@ -248,9 +248,6 @@ def test_a_table_replaces_the_file_of_a_link_and_nothing_but_files(tmp_path: Pat
         table(tmp_path, "in.csv", output="pipe.csv")
 
 
-# --- files that are prompts, and answers with a schema ---------------------------------------------------------------
-
-
 def folder_of_texts(path: Path) -> None:
     (path / "in" / "sub").mkdir(parents=True)
     (path / "in" / "a.txt").write_text("first")

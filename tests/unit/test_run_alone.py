@@ -11,34 +11,35 @@ import pytest
 
 from tests import run_alone
 
-RING = ["-n", "2", "tests/integration/", "-k", "cache"]
 FAILED = [f"tests/integration/test_a.py::test_{i}[x y]" for i in range(run_alone.MOST + 1)]
 
 
 @pytest.fixture
 def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the program with these failures in pytest's cache. Returns its exit code and the arguments of pytest."""
+    """Runs the program with these failures in the ring's cache. Returns its exit code and the arguments of pytest."""
 
-    def run(failed: list[str], code: int) -> tuple[int, list[str]]:
-        (tmp_path / "lastfailed").write_text(json.dumps(dict.fromkeys(failed, True)))
+    def run(failed: list[str], code: int, *arguments: str) -> tuple[int, list[str]]:
+        recorded = tmp_path / "integration/v/cache/lastfailed"
+        recorded.parent.mkdir(parents=True, exist_ok=True)
+        recorded.write_text(json.dumps(dict.fromkeys(failed, True)))
         ran: list[str] = []
 
         def run(command: list[str], **_: Any) -> SimpleNamespace:
             ran.extend(command[3:])
             return SimpleNamespace(returncode=code)
 
-        monkeypatch.setattr(run_alone, "LAST_FAILED", tmp_path / "lastfailed")
+        monkeypatch.setattr(run_alone, "CACHES", tmp_path)
         monkeypatch.setattr("subprocess.run", run)
-        return run_alone.main(RING), ran
+        return run_alone.main(["integration", *arguments]), ran
 
     return run
 
 
 def test_a_few_failures_of_this_ring_run_again_and_decide(again: Any, capsys: pytest.CaptureFixture[str]) -> None:
     few = FAILED[:-1]
-    assert again([*few, "tests/unit/test_b.py::test_c"], 0) == (0, few)
+    assert again(few, 0, "-k", "cache") == (0, few)
     assert few[0] in capsys.readouterr().out
-    assert again(few, 1) == (1, few)
+    assert again(few, 1, "-m", "nightly") == (1, ["-m", "nightly", *few])
     assert few[0] not in capsys.readouterr().out
 
 

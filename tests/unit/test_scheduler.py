@@ -10,11 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch import (
-    FinishReason,
-    GenerationRequest,
-    InvalidRequest,
-)
+from cppbatch import FinishReason, GenerationRequest, InvalidRequest
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq, SeqStatus

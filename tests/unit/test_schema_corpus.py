@@ -22,15 +22,7 @@ from cppbatch.json_schema import find, has_finite_instance
 
 _FOLDER = Path(__file__).parent.parent / "support" / "json_schemas"
 SUITE: dict[str, Any] = json.loads((_FOLDER / "suite.json").read_text("utf-8"))
-COMPILED = {
-    "suite": 194,
-    "schemars": 132,
-    "go": 160,
-    "dotnet": 258,
-    "typescript": 387,
-    "python": 151,
-    "mcp": 267,
-}
+COMPILED = {"suite": 194, "schemars": 132, "go": 160, "dotnet": 258, "typescript": 387, "python": 151, "mcp": 267}
 """The files of schemas, and how many of each compile at least."""
 
 TOKENIZER = bytes_tokenizer()

@@ -105,7 +105,7 @@ async def run_client(engine: EngineClient, chosen: random.Random) -> None:
         looking.cancel()
 
 
-@cases(ring=500, soak=3000)
+@cases(ring=150, nightly=500, soak=3000)
 async def test_requests_at_the_moment_of_falling_asleep(
     fake_workers: list[FakeWorker], stepping: random.Random, n_cases: int
 ) -> None:

@@ -19,14 +19,7 @@ from tests.support.fakes import drain, fake_engine, greedy
 TOKENS = np.arange(40, dtype=np.int32)
 CELLS: Any = {"n_ctx": 256, "sharing": "cells"}
 STATE = np.arange(200, dtype=np.uint8)
-FOOTER = Footer(
-    model="m",
-    digest="d",
-    cache_types=("f16", "f16"),
-    cache_salt="",
-    adapters=[("a", 0.5)],
-    form={"n": 1},
-)
+FOOTER = Footer(model="m", digest="d", cache_types=("f16", "f16"), cache_salt="", adapters=[("a", 0.5)], form={"n": 1})
 
 
 def ask(engine: BatchInferenceEngine, prompt: list[int], id_slot: int = -1) -> int:

@@ -50,9 +50,6 @@ def test_an_item_of_a_batch_overrides_the_shared_field_under_either_name() -> No
         assert merge_fields({"speculate": False}, own) == own
 
 
-# --- prediction ---
-
-
 def prediction(given: object) -> object:
     return read(ChatCompletionRequest, prediction=given).options().get("prediction")
 
@@ -77,9 +74,6 @@ def test_another_prediction_is_refused_by_its_name(given: object, message: str) 
     with pytest.raises(InvalidRequest, match=message) as caught:
         prediction(given)
     assert caught.value.field.startswith("prediction")
-
-
-# --- settings ---
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,6 @@ def test_open_batches_are_those_that_have_not_ended(store: BatchStore) -> None:
         store.batch("batch_z")
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def open_folder(tmp_path: Path) -> Iterator[Callable[[], DataFolder]]:
     opened: list[DataFolder] = []
@@ -238,9 +235,6 @@ async def test_a_batch_runs_even_if_its_client_disconnects_meanwhile(
     (known,) = await data.query(BatchStore.open_batches)
     assert [batch.id for batch in batches.open_batches] == [known.batch.id]
     await batches.close()
-
-
-# --- what is checked --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "seconds"), [("24h", 86400), ("30m", 1800), ("90s", 90), ("7d", 604800)])

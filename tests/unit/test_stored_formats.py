@@ -93,10 +93,7 @@ async def test_a_data_folder_of_0_1_0_is_read_and_every_key_sees_what_is_in_it(t
         tmp_path / "jobs.sqlite3",
         JOBS,
         files=[(1, "file-in", "batch", 1795338382, FILE.encode())],
-        batches=[
-            (1, "batch_a", "file-in", 1, IN_PROGRESS.encode()),
-            (2, "batch_b", "file-in", 1, FINALIZING.encode()),
-        ],
+        batches=[(1, "batch_a", "file-in", 1, IN_PROGRESS.encode()), (2, "batch_b", "file-in", 1, FINALIZING.encode())],
     )
     for name in ("incoming", "files", "batches/batch_a"):
         (tmp_path / name).mkdir(parents=True)

@@ -230,8 +230,6 @@ def test_closing_frees_everything_and_unknown_sequences_may_finish() -> None:
     assert (proposer.n_tokens, len(proposer._states), len(proposer._finished), len(proposer._shared)) == (0, 0, 0, 0)
 
 
-# --- random lives of sequences -----------------------------------------------------------------------------------
-
 lives = st.lists(
     st.tuples(
         st.lists(st.integers(0, 3), min_size=1, max_size=60),  # the prompt
@@ -301,9 +299,6 @@ def is_continuation(seq: Seq, found: list[int], others: list[Seq]) -> bool:
                 if rest[: len(found)] == found:
                     return True
     return False
-
-
-# --- acceptance --------------------------------------------------------------------------------------------------
 
 
 def test_estimates_follow_a_text_that_stops_repeating_within_ten_tokens() -> None:

@@ -142,9 +142,7 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
         raise AssertionError(f"it is {engine.health()}")
 
 
-async def test_a_caller_of_stats_that_is_cancelled_when_the_answer_arrives_ends(
-    fake_workers: list[FakeWorker],
-) -> None:
+async def test_a_caller_of_stats_that_is_cancelled_when_the_answer_arrives_ends(fake_workers: list[FakeWorker]) -> None:
     """At any iteration of the event loop. Otherwise a cancelled monitor would run forever."""
     async with EngineProcess(EngineConfig("model.gguf")) as engine:
         await engine.loaded()

@@ -37,9 +37,6 @@ def curve(*tokens_per_s: float) -> list[Speed]:
     return [Speed(1 << i, speed, 1000 * (1 << i) / speed) for i, speed in enumerate(tokens_per_s)]
 
 
-# --- the rules ---
-
-
 def test_the_smallest_parallelism_that_is_about_as_fast_as_the_fastest_is_chosen() -> None:
     assert knee(curve(100, 190, 350, 600, 640)).n_parallel == 8
     assert knee(curve(100, 190, 350, 600, 640, 900)).n_parallel == 32
@@ -97,9 +94,6 @@ def test_targets_and_times_must_make_sense() -> None:
     for target, minutes in ((0, 5), (-1, 5), (float("nan"), 5), (10, 0)):
         with pytest.raises(ConfigError, match="must be more than 0"):
             check_limits(target, minutes)
-
-
-# --- going round, on a made-up machine ---
 
 
 def machine(task: MeasurementTask, timeout: float) -> Measurement:

@@ -7,14 +7,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from agents import (
-    Agent,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-)
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 from pydantic import BaseModel
 
 from tests.clients.serving import CONCLUSION, KEY, MODEL, QUESTION, REASONS_THEN_ANSWERS, THOUGHT, Serving

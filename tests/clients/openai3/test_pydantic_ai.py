@@ -86,8 +86,7 @@ async def test_a_forced_tool_is_called_and_its_result_continues_the_conversation
 
 
 @pytest.mark.parametrize(
-    ("api", "form"),
-    [(api, ToolOutput) for api in APIS] + [(api, NativeOutput) for api in APIS if api != "messages"],
+    ("api", "form"), [(api, ToolOutput) for api in APIS] + [(api, NativeOutput) for api in APIS if api != "messages"]
 )  # it has native output only for Anthropic's models in its list of names
 async def test_a_pydantic_class_is_filled(api: str, form: Any, server: Serving) -> None:
     agent = agent_of(server, api, n=200, output_type=form(Forecast), retries=0)
