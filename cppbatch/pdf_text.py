@@ -17,7 +17,6 @@ PDF_HEADER = b"%PDF-"
 MAX_PDF_BYTES = 64 << 20
 _SECONDS = 60
 _MEMORY_BYTES = 1 << 30
-_MAX_TEXT_BYTES = 16 << 20
 _TOO_MUCH, _UNREADABLE = 3, 4
 """Exit codes of the child."""
 
@@ -65,7 +64,7 @@ def _read_pages(data: bytes) -> str:
     for page in PdfReader(io.BytesIO(data)).pages:
         pages.append(page.extract_text().strip())
         size += len(pages[-1])
-        if size > _MAX_TEXT_BYTES:
+        if size > 16 << 20:
             raise MemoryError
     return "\n\n".join(pages).strip()
 

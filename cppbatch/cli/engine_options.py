@@ -639,14 +639,12 @@ def profile_and_memory_options(
     return with_options(with_checked_config, _PROFILE_AND_MEMORY)
 
 
-_RPC_WAIT_S = 60.0  # machines switched on together take different times to boot
-
-
 def _wait_for_rpc_workers(config: EngineConfig) -> None:
     from cppbatch.rpc_endpoint import parse_endpoint, wait_for_workers
 
     endpoints = [parse_endpoint(each) for each in config.rpc]
-    wait_for_workers(endpoints, _RPC_WAIT_S, lambda line: click.echo(line, err=True))
+    # machines switched on together take different times to boot
+    wait_for_workers(endpoints, 60.0, lambda line: click.echo(line, err=True))
 
 
 def _watching_memory(deployment: Deployment, asked: EngineConfig, *, memory_check: bool) -> Deployment:

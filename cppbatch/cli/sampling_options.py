@@ -14,7 +14,6 @@ from cppbatch.cli.engine_options import Command, Option, option, with_options
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, PARAMS, SAMPLERS, SamplingParams
 from cppbatch.errors import ConfigError
 
-_RANDOM_SEED = 2**32 - 1  # llama.cpp's -1
 _DEFAULTS = SamplingParams()
 
 
@@ -28,7 +27,7 @@ def _sampler_names(_context: object, _option: object, given: str | None) -> list
 
 
 def _seed(_context: object, _option: object, given: int | None) -> int | None:
-    return -1 if given == _RANDOM_SEED else given
+    return -1 if given == 2**32 - 1 else given  # llama.cpp stores -1 as this number
 
 
 def _file_text(_context: object, _option: object, given: Path | None) -> str | None:

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cppbatch.worker")
 
-_MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
-_FLUSH_TIMEOUT_MS = 5000
-_FLUSH_S = 0.2
 _LOOPBACK = "tcp://127.0.0.1:*"
 
 Keys = tuple[str, str, str, str]
@@ -254,7 +251,7 @@ decode_for_worker, decode_from_worker = _for_worker.decode, _from_worker.decode
 def can_use_files(folder: Path) -> bool:
     """Whether the sockets can be files in this folder; otherwise they are encrypted loopback TCP, as any user can
     connect."""
-    return bool(zmq.has("ipc")) and len(str(folder)) < _MAX_FOLDER_PATH
+    return bool(zmq.has("ipc")) and len(str(folder)) < 100  # a socket's path may have about 107 characters
 
 
 def _with_readers(loop: asyncio.AbstractEventLoop) -> Any:
@@ -391,8 +388,8 @@ class WorkerLink:
     def flush(self) -> None:
         """Sends the queued messages and closes the link for sending."""
         with self._lock:
-            self._outgoing.close(linger=_FLUSH_TIMEOUT_MS)
-        time.sleep(_FLUSH_S)  # `close` returns immediately; ZeroMQ's own thread is still sending
+            self._outgoing.close(linger=5000)
+        time.sleep(0.2)  # `close` returns immediately; ZeroMQ's own thread is still sending
 
 
 # --- shared status ---------------------------------------------------------------------------------------------------

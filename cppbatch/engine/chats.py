@@ -51,8 +51,6 @@ from cppbatch.typed_json import convert
 Json = dict[str, Any]
 Result = TypeVar("Result")
 
-_THREADS = 2
-_LONGEST_WAIT_S = 5.0
 
 Message = Mapping[str, object]
 """OpenAI's object: `{"role": "user", "content": "Hello"}`. Content may include image and audio parts, such as `{"type":
@@ -197,7 +195,7 @@ class ChatFormats:
         """`apply_named`: as in `ChatTemplate`."""
         self._info, self._apply_named = info, apply_named
         self._making = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cppbatch-chat")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-chat")
         self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
         """Formats by template; None: the model's own."""
 
@@ -227,7 +225,7 @@ class ChatFormats:
         began = monotonic()
 
         def run() -> Result:
-            if monotonic() - began > _LONGEST_WAIT_S:
+            if monotonic() - began > 5.0:
                 raise TemplateStopped("is slow, and other conversations were rendered first")
             return function()
 

@@ -36,8 +36,6 @@ from cppbatch.llama import Batch, EmbeddingBatch
 log = logging.getLogger("cppbatch.engine")
 
 _IDLE_S = 1.0
-_DISK_WAIT_S = 0.02  # wait for reading a prefix if no sequence can compute; commands wait meanwhile
-_LAST_WRITES_S = 5.0  # how long writing cached prefixes may delay closing an engine
 
 
 class EngineCore:
@@ -295,7 +293,7 @@ class EngineCore:
             raise
         if disk:
             if not plan.pieces:
-                disk.wait(_DISK_WAIT_S)
+                disk.wait(0.02)  # seconds: commands wait meanwhile
             disk.after_step(kv.state_of)
         if not scheduler.has_work:
             self._check_kv()
@@ -571,7 +569,7 @@ class EngineCore:
         for request_id in list(self.sequences):
             self.cancel(request_id)
         if self._disk:
-            self._disk.write_rest(_LAST_WRITES_S, self.kv.state_of)
+            self._disk.write_rest(5.0, self.kv.state_of)  # seconds: closing an engine waits for it
             self._disk.close()
         self._weights.close()
         self.outputs.keep()  # waiting threads get their last events

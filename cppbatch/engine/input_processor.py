@@ -37,10 +37,7 @@ from cppbatch.engine.sequence import MediaRun, Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, EngineClosed, InvalidRequest
 
-_MIN_BYTES = 1 << 16  # texts up to this length are always tokenised, however short the context is
-_LEAST_SHIFTED = 4  # minimum number of tokens that a context shift can drop
 _MODALITIES: dict[Modality, str] = {"image": "images", "audio": "audio"}
-_LONGEST_READ_S = 60.0  # a call of a thread that never returns must not keep the engine from closing
 _PLACEHOLDER_ID = -1
 """The id of an image or audio token that is only counted."""
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
@@ -178,7 +175,8 @@ class InputProcessor:
         """The number of initial tokens kept when the context is full, as in llama-server. `n`: tokens of the prompt."""
         wanted = self._n_keep if request.n_keep is None else request.n_keep
         wanted = (n if wanted < 0 else wanted) + self._vocab.adds_bos
-        return max(0, min(wanted, self._info.max_sequence - _LEAST_SHIFTED))
+        # a context shift drops at least 4 tokens
+        return max(0, min(wanted, self._info.max_sequence - 4))
 
     def tokens(
         self,
@@ -256,7 +254,8 @@ class InputProcessor:
             self._is_closed = True
         self._grammars.close()
         with self._changed:
-            self._changed.wait_for(lambda: not self._readers.keys() - {threading.get_ident()}, _LONGEST_READ_S)
+            # a thread that never returns must not keep the engine from closing
+            self._changed.wait_for(lambda: not self._readers.keys() - {threading.get_ident()}, 60.0)
 
     def _check_task(self, request: GenerationRequest) -> None:
         info = self._info
@@ -406,7 +405,8 @@ class InputProcessor:
             return
         texts = [prompt] if isinstance(prompt, str) else [prompt.query, prompt.document]
         n_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
-        most = max(_MIN_BYTES, limit * self._vocab.longest_piece)
+        # texts up to 64 KiB are always tokenised, however short the context is
+        most = max(1 << 16, limit * self._vocab.longest_piece)
         if n_bytes > most:
             what = f"is {n_bytes:,} bytes long, which is more than {limit} tokens"
             raise self._too_long(field, what, -(-n_bytes // self._vocab.longest_piece), is_least=True)

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 # engine, including those of other threads, advance in the same steps; their events are kept for their own callers.
 
 
-_QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, so that a finished one has a successor
-_HELD_BACK = 8  # `map` with `ordered`: prompts taken but not returned, in multiples of n_parallel
 _END = object()
 
 Value = TypeVar("Value")
@@ -455,8 +453,8 @@ class _Mapper:
         self._ordered = ordered
         self._line = line
         self._options = options
-        self._max_running = _QUEUED_AHEAD * engine.config.n_parallel
-        self._max_taken = _HELD_BACK * engine.config.n_parallel
+        self._max_running = 2 * engine.config.n_parallel  # so that a finished request has a successor in the engine
+        self._max_taken = 8 * engine.config.n_parallel  # with `ordered`: prompts taken whose results are not returned
         self._is_exhausted = False
         self._n_taken = self._n_returned = 0
         self._requests = _Requests(engine)

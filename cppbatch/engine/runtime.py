@@ -80,7 +80,6 @@ log = logging.getLogger("cppbatch.engine")
 
 _MAX_HOST_TOKENS = 32_768  # of a vocabulary: copying and reading such rows takes less time than selecting on the GPU
 _SCORED_LOGITS_BYTES = 64 << 20  # that a GPU reserves for the rows of scored prompts
-_CACHED_SHARE_ON_CPU = 1 / 16  # attention is more expensive there, and restoring a prefix from host memory is cheap
 
 
 class Computation(Memory, Protocol):
@@ -387,7 +386,8 @@ def _open_runtime(
     wants_drafts = may_draft(config, model)
     if samples_on_device(config, model):
         _sample_on_device(config, context)
-    share = CACHED_SHARE if model.on_gpu else _CACHED_SHARE_ON_CPU
+    # on the CPU, attention is more expensive, and restoring a prefix from host memory is cheap
+    share = CACHED_SHARE if model.on_gpu else 1 / 16
     info = _info(model, context, config, min_rows=min_rows)
     runtime = Runtime(
         context,

@@ -25,7 +25,6 @@ _BACKGROUND_S = 0.2  # time of background prompts in a step, since a new request
 _BACKGROUND_PIECES = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
 _QUIET_WEIGHT = 0.3  # of a new measurement in the level of steps without prefill
 _QUIET_WEIGHT_IN_PREFILL = 0.02  # the same while prompts are being computed
-_MAX_BUDGETS = 64  # adapter sets whose step times are stored
 
 
 class StepBudget:
@@ -149,7 +148,7 @@ class StepBudgets:
         budget = self._budgets.get(adapters)
         if budget is None or not budget.cost.knows_rows:
             budget = self._budgets[adapters] = deepcopy(self._last)
-            if len(self._budgets) > _MAX_BUDGETS:
+            if len(self._budgets) > 64:  # sets of adapters
                 del self._budgets[next(iter(self._budgets))]
         return budget
 

@@ -22,8 +22,6 @@ _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "inpu
 """The prompt fields of all endpoints, in the order in which they appear in a prompt."""
 _MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SIZED_REQUESTS, _MAX_OUTPUT_TOKENS = 256, 1 << 20
-_DEFAULT_OUTPUT_TOKENS = 256
-"""The estimated output length of a request that does not limit it."""
 
 
 def chunks(
@@ -108,7 +106,7 @@ def _output_tokens(request: JobRequest) -> int:
         value = request.body.get(field)
         if isinstance(value, int):
             return value
-    return _DEFAULT_OUTPUT_TOKENS
+    return 256  # an estimate
 
 
 def _memory_bytes(entry: JobRequest | RejectedLine) -> int:

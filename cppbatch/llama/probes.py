@@ -23,7 +23,6 @@ from cppbatch.models.find import model_parts
 log = logging.getLogger("cppbatch.llama")
 
 _N_PROBE, _N_SHARED = 8, 5  # tokens of the probe, and the number of shared ones
-_SAMPLING_S = 300  # a driver made of software compiles for a minute
 _MAX_DIFFERENCE = 0.1  # of the range of the logits; rounding changes them far less, a wrong prefix far more
 
 
@@ -135,4 +134,5 @@ def find_sampling_crash(
     verdict = finding_path("sampling", finding_key(Path(library_path()).parent, (), devices, n_vocab, device, names))
     arguments = (str(n_vocab), "" if device is None else str(device), *names)
     command = child_command("cppbatch.llama.sampling_child", *arguments)
-    return find_crash("sampling on the GPU", verdict, command, _SAMPLING_S, remembers=not tries_again)
+    # a software driver compiles for a minute: 300 s are enough
+    return find_crash("sampling on the GPU", verdict, command, 300, remembers=not tries_again)

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-_MAX_DRY_SAMPLERS = 16
 _MANY_TOKENS = 8192  # reading the properties of fewer tokens is faster than a cache lookup
 _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM = 0, 1, 2, 3, 4
 _INT32_MAX = 2**31 - 1
-_MAX_WORD_BYTES = 2048  # of one token's text, if white space is dropped and an unknown word is one token
 _SPECIAL = b"\xff"  # llguidance's prefix for special tokens
 _SPACES = " \t\n\v\f\r"  # that special tokens absorb
 
@@ -86,7 +84,8 @@ class Vocab:
         self._pair_separator, self._pair_end = _pair_special_tokens(handle)
         tokens = _read_tokens(handle, self.n_tokens, path, overrides)
         drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
-        self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, tokens.longest)
+        # 2048 bytes of text may be one token, if white space is dropped and an unknown word is one token
+        self.longest_piece: int = max(2048 if drops_spaces else 1, tokens.longest)
         """Maximum bytes of text in one token."""
         self._special_splitter, self._plain_splitter = _splitters(tokens.special)
         self.control_texts = _control_texts(tokens.special)
@@ -251,7 +250,7 @@ class Vocab:
                     breakers=breakers,
                 )
             self._dry_samplers.move_to_end(key)
-            if len(self._dry_samplers) > _MAX_DRY_SAMPLERS:
+            if len(self._dry_samplers) > 16:
                 self._dry_samplers.popitem(last=False)
             return self._dry_samplers[key]
 

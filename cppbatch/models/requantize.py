@@ -327,7 +327,6 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
 
 
 _HOST = re.sub(r"\W", "_", platform.node())
-_CLOCK_S = 60.0  # the times of processes follow changes of the clock
 
 
 @contextlib.contextmanager
@@ -358,4 +357,4 @@ def _runs(pid: int, created: int) -> bool:
         return True
     except psutil.NoSuchProcess:
         return False
-    return abs(began - created) < _CLOCK_S
+    return abs(began - created) < 60.0  # the times of processes follow changes of the clock

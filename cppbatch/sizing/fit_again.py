@@ -27,7 +27,6 @@ log = logging.getLogger("cppbatch.memory")
 
 _CELLS_EACH = 512  # of a sequence: first fewer cells, then fewer sequences
 _LEAST_CELLS = 512
-_MOST_MARGIN = 0.4
 _PLACES = ("n_gpu_layers", "override_tensor", *CPU_PARTS)
 
 
@@ -44,7 +43,7 @@ def fit_again(asked: EngineConfig, failed: EngineConfig, n_failures: int) -> Eng
     and layers are changed too, but layers that are all on the CPU stay there. Raises `OutOfMemory`, with what the
     smallest sizes lack, if nothing fits.
     """
-    margin = min(_MOST_MARGIN, MARGIN * n_failures)
+    margin = min(0.4, MARGIN * n_failures)
     sizes = smaller_sizes(failed.n_parallel, failed.n_ctx)
     smaller = [replace(failed, n_parallel=n, n_ctx=cells) for n, cells in sizes]
     is_moved = any(getattr(asked, name) != getattr(failed, name) for name in _PLACES)

@@ -43,7 +43,6 @@ _LEAST_CELLS_EACH, _LEAST_CELLS = 512, 2048  # fewer are of little use, for a se
 _MOST_CELLS_ON_GPU = 131_072
 _MOST_CELLS_OF_ONE = 32_768  # on a CPU, which takes minutes for a prompt of this length
 _CELL_STEP = 256  # llama.cpp's
-_FEW = 4  # sequences
 
 
 def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, on_gpu: bool) -> list[EngineConfig]:
@@ -181,7 +180,7 @@ def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engin
 
 def _is_small(config: EngineConfig, largest: EngineConfig) -> bool:
     """Whether a few weights on the CPU might be worth larger sizes."""
-    return config.n_parallel < min(_FEW, largest.n_parallel) or config.n_ctx < min(LEAST_CELLS, largest.n_ctx)
+    return config.n_parallel < min(4, largest.n_parallel) or config.n_ctx < min(LEAST_CELLS, largest.n_ctx)
 
 
 def _plan(config: EngineConfig, engines: Engines) -> Planned:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings
 
-_REFRESHES_PER_S = 8
 _CODE = ANSISyntaxTheme(
     {
         (): Style(),
@@ -96,7 +95,7 @@ class _LiveAnswer:
         self._reasoning = self._text = ""
         self._has_block = False
         self._live = Live(
-            console=console, refresh_per_second=_REFRESHES_PER_S, transient=True, get_renderable=self._tail,
+            console=console, refresh_per_second=8, transient=True, get_renderable=self._tail,
             redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
         self._live.start()

@@ -53,7 +53,6 @@ _PART_PREFIX, _PART_SUFFIX = ".prefix-", ".part"
 _LOCK = ".prefixes.lock"
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600  # the files contain users' prompts
 _MAX_KEPT_FREE, _KEPT_FREE = 2 << 30, 0.05  # disk space to keep free: 2 GiB, or this fraction of a small disk
-_SETTLED_S = 0.1  # a folder changed more recently may change again within its timestamp's resolution
 
 
 class PrefixFolder:
@@ -97,7 +96,8 @@ class PrefixFolder:
             changed = os.stat(self.folder).st_mtime_ns
         except OSError:
             return 0
-        return changed if abs(time.time_ns() - changed) > _SETTLED_S * 1e9 else 0
+        # a folder that changed within 0.1 s may change again within its timestamp's resolution
+        return changed if abs(time.time_ns() - changed) > 10**8 else 0
 
     def read_head(self, name: str) -> tuple[Tokens, Footer, int]:
         """Tokens, footer and bytes of a file, not verified. Raises `OSError`; `ValueError` if it is damaged."""

@@ -39,7 +39,6 @@ _MAX_CHANNELS = 32
 _SOUNDS = ("WAV", "WAVEX", "RF64", "MP3", "MPEG", "FLAC", "OGG")
 _STRIP_PIXELS = 1 << 18  # converted to RGB at once
 _BLOCK_SAMPLES = 1 << 18  # of all channels, decoded and resampled at once
-_READ_BYTES = 4096  # that Pillow decodes between two time checks
 _DECODERS: dict[Modality, tuple[str, ...]] = {"image": ("PIL",), "audio": ("soundfile", "soxr")}
 
 
@@ -71,7 +70,7 @@ def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
             warnings.simplefilter("ignore")  # about its own pixel limit, and about odd metadata
             with Image.open(_TimedFile(data), formats=_IMAGE_FORMATS) as file:
                 _check_size(*file.size)
-                file.decodermaxblock = _READ_BYTES
+                file.decodermaxblock = 4096  # bytes that Pillow decodes between two checks of the time
                 file.load()
                 return _upright(file)
     except InvalidRequest:

@@ -22,7 +22,6 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WHITESPACE = b" \t\r\n"
 _PIECE = 1 << 20
 """Characters decoded at once: other threads run between pieces, so none waits longer than a millisecond or two."""
-_HEAD = 64  # characters of base64 that determine the file format
 _REMOTE = ("http://", "https://", "file:")
 
 
@@ -92,7 +91,8 @@ def source_of_data(field: str, text: str) -> MediaSource:
     if head[:5].lower() == "data:":
         head = head.partition(",")[2]
     with contextlib.suppress(InvalidRequest):
-        if found := _format_of(from_base64(field, head[: len(head) // 4 * 4][:_HEAD])):
+        # 64 characters of base64 determine the file format
+        if found := _format_of(from_base64(field, head[: len(head) // 4 * 4][:64])):
             return MediaSource(found.kind, field, text)
     return MediaSource("image", field, text)
 

@@ -19,7 +19,6 @@ from cppbatch.llama import DrySampler, SamplerChain
 
 Row = npt.NDArray[np.float32]
 
-_THREADS = 4
 _SEED_POSITION = np.array([2**64 - 1], np.uint64)  # the position of a chain's own seed; no token has it
 
 
@@ -28,7 +27,7 @@ class ChainSampler:
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cppbatch-sampler")
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="cppbatch-sampler")
 
     def sample(self, rows: list[tuple[Seq, Row, int]]) -> list[int | LlamaError]:
         """A token, or the error, for each (sequence, float32[n_vocab], 32 random bits)."""

@@ -20,8 +20,6 @@ from cppbatch.jobs.batches.store import BatchStore, Page
 
 log = logging.getLogger("cppbatch.jobs")
 
-_EXPIRY_CHECK_S = 60.0
-
 
 class BatchManager:
     """All batches of a data folder. For one event loop. Raises `StorageError` if something cannot be written.
@@ -164,7 +162,7 @@ class BatchManager:
                 await self.data.delete_expired(int(time.time()))
             except StorageError as error:
                 log.error("could not delete expired files: %s", error)
-            await asyncio.sleep(_EXPIRY_CHECK_S)
+            await asyncio.sleep(60.0)
 
     async def stop(self) -> None:
         """Stops all batches; the next start resumes them. Requests about batches still work."""

@@ -23,8 +23,6 @@ from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.pdf_text import MAX_PDF_BYTES, PDF_HEADER, pdf_text
 from cppbatch.regular_files import open_regular
 
-_START_BYTES = 4096
-"""Read of each file to tell whether it is text."""
 _MAX_ZIP_BYTES = 1 << 30
 """The limit for all files of a zip file together, unpacked."""
 _MAX_FILES = 1 << 20
@@ -156,7 +154,7 @@ def _reason_to_skip(files: FileSet, name: str) -> str:
         return "its name is not a relative path in UTF-8"
     if not files.is_regular(name):
         return "not a regular file"
-    start = files.read(name, _START_BYTES)
+    start = files.read(name, 4096)  # to tell whether it is text
     if start.startswith(PDF_HEADER):
         try:
             require("pypdf", "a PDF file")

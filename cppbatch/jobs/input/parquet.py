@@ -21,9 +21,6 @@ from cppbatch.regular_files import open_regular
 
 _BATCH_BYTES = 4 << 20
 _MAX_BATCH_ROWS = 1024
-_BUFFER_BYTES = 1 << 20
-"""Bytes of a column read at once. Without a buffer size, or with pre_buffer, pyarrow reads the whole column of a row
-group."""
 
 
 class ParquetInput:
@@ -41,8 +38,9 @@ class ParquetInput:
         except (OSError, ValueError) as error:
             raise unreadable_file(input_format.path, error) from None
         try:
+            # Without a buffer size, or with pre_buffer, pyarrow reads the whole column of a row group.
             self._parquet = parquet.ParquetFile(
-                file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+                file, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
             )
         except self._errors as error:
             file.close()

@@ -20,8 +20,6 @@ from cppbatch.jobs.input.format import (
 )
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 
-_INITIAL_REREAD_BYTES = 16 << 20
-_REREAD_BYTES_PER_BYTE = 4
 _MAX_LINES_PER_RECORD = 1 << 18
 """A limit is necessary because short lines take far more memory than their bytes."""
 
@@ -142,7 +140,7 @@ class _RecordReader:
     def __init__(self, lines: LineReader) -> None:
         self._lines = iter(lines)
         self._pushed_back: deque[tuple[int, bytes]] = deque()
-        self._reread_bytes_left = _INITIAL_REREAD_BYTES
+        self._reread_bytes_left = 16 << 20
         self._record: list[tuple[int, bytes]] = []
         self._record_bytes = 0
 
@@ -154,7 +152,7 @@ class _RecordReader:
             number, line = self._pushed_back.popleft()
         else:
             number, line = next(self._lines)
-            self._reread_bytes_left += _REREAD_BYTES_PER_BYTE * len(line)
+            self._reread_bytes_left += 4 * len(line)
         self._record.append((number, line))
         self._record_bytes += len(line)
         if self._record_bytes > MAX_LINE_BYTES or len(self._record) > _MAX_LINES_PER_RECORD:

@@ -61,7 +61,6 @@ def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **o
 
 log = logging.getLogger("cppbatch.ray")
 
-_REPORT_PERIOD_S = 0.5
 _LEASE_PERIOD_S = 4.0
 
 
@@ -111,7 +110,7 @@ async def _load(config: EngineConfig, name: str, application: str, *, step_timeo
     engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout, refit=refit(unlimited))
     try:
         loading = asyncio.ensure_future(engine.loaded())
-        while not (await asyncio.wait([loading], timeout=_REPORT_PERIOD_S))[0]:
+        while not (await asyncio.wait([loading], timeout=0.5))[0]:
             await asyncio.to_thread(put_report, application, name, LoadReport(progress=engine.health().progress))
         loading.result()
     except BaseException:
@@ -122,9 +121,6 @@ async def _load(config: EngineConfig, name: str, application: str, *, step_timeo
 
 # --- request router --------------------------------------------------------------------------------------------------
 # Ray Serve's request router, with the rule of `cluster/prefix_router.py`.
-
-
-_UNSENT_S = 10.0  # a request that was not sent within this time was cancelled
 
 
 class _Choice(NamedTuple):
@@ -205,7 +201,8 @@ class PrefixRequestRouter(RequestRouter):
     def _drop_unsent(self) -> None:
         """Drops requests that were cancelled before they were sent: Serve does not report them."""
         now = time.monotonic()
-        late = [name for name, choice in self._choices.items() if not choice.is_sent and now > choice.at + _UNSENT_S]
+        # a request that was not sent within 10 s was cancelled
+        late = [name for name, choice in self._choices.items() if not choice.is_sent and now > choice.at + 10.0]
         for request_id in late:
             self._forget_request(request_id)
 

@@ -24,8 +24,6 @@ Result = TypeVar("Result")
 DEPLOYMENT = "engine"
 """The name of the Serve deployment whose replicas are `EngineReplica`s."""
 
-_REPORT_TIMEOUT_S = 2.0
-
 
 class ServeReplicas:
     """The replicas of an application, over a `DeploymentHandle`. Ray must be initialised."""
@@ -70,7 +68,7 @@ class ServeReplicas:
     async def _broadcast(self, method: str, *args: Any) -> list[Any]:
         try:
             answers: list[Any] = await self._handle.broadcast(method, *args).results_async(
-                timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True
+                timeout_s=2.0, return_exceptions=True
             )
         except (TimeoutError, DeploymentUnavailableError):
             return []

@@ -71,10 +71,6 @@ class ReplicaSet(Protocol):
 
 log = logging.getLogger("cppbatch.ray")
 
-_WAIT_S = 0.15
-_IDLE_PERIOD_S = 1.0
-"""Between two polls while no replica has a request: another front may send one."""
-
 
 class LiveReplicas:
     """The live states of all responding replicas. Polls once at a time."""
@@ -88,11 +84,12 @@ class LiveReplicas:
     async def get(self, *, idle: bool) -> list[WorkerLive]:
         """The states; waits briefly for an answer. `idle`: this front has no request."""
         is_idle = idle and not any(state.in_flight for state in self._states)
-        is_due = monotonic() - self._received_at >= (_IDLE_PERIOD_S if is_idle else 0.0)
+        # while no replica has a request, another front may send one: ask once per second
+        is_due = monotonic() - self._received_at >= (1.0 if is_idle else 0.0)
         if self._asking is None and is_due:
             self._asking = asyncio.ensure_future(self._ask())
         if self._asking:
-            await asyncio.wait([self._asking], timeout=_WAIT_S)
+            await asyncio.wait([self._asking], timeout=0.15)
         since = monotonic() - self._received_at
         return [
             state if state.age is None else msgspec.structs.replace(state, age=round(state.age + since, 3))

@@ -23,7 +23,6 @@ log = logging.getLogger("cppbatch.models")
 
 FILE_NAME = "created-models.json"
 _MOST = 1000
-_MOST_BYTES = 64 << 20
 
 
 class CreatedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,7 +56,7 @@ class CreatedModels:
             return
         try:
             with open_regular(self._path) as file:
-                self._models = msgspec.json.decode(file.read(_MOST_BYTES), type=dict[str, CreatedModel])
+                self._models = msgspec.json.decode(file.read(64 << 20), type=dict[str, CreatedModel])
         except (OSError, ValueError, msgspec.DecodeError) as error:
             self._fault = str(error)
             log.warning("%s cannot be read, so its models are not served: %s", self._path, error)
