@@ -68,7 +68,7 @@ _MAX_STEP_MS = 60_000
 _MAX_WAIT_MS = 10_000
 _DISK_GB, _GB = 16, 10**9  # the default limit of cached prefixes on disk
 _LAYERS = "-1 (all layers), 0 (none) or more"
-_MAX_LAYERS = 512  # llama.cpp's LLAMA_MAX_LAYERS
+MAX_LAYERS = 512  # llama.cpp's LLAMAMAX_LAYERS
 _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
@@ -307,7 +307,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = False
     draft_n_cpu_moe: Annotated[int, _drafts(
         "-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", "As --n-cpu-moe, for the draft model.",
-        "LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, _MAX_LAYERS),
+        "LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, MAX_LAYERS),
     )] = 0
 
     device: Annotated[int | None, _devices(
@@ -353,12 +353,12 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = False
     n_cpu_moe: Annotated[int, _devices(
         "-ncmoe --n-cpu-moe", "Keep the experts of the first N layers on the CPU.", "LLAMA_ARG_N_CPU_MOE",
-        metavar="N", range=Range(0, _MAX_LAYERS),
+        metavar="N", range=Range(0, MAX_LAYERS),
     )] = 0
     n_cpu_ffn: Annotated[int, _devices(
         "-ncffn --n-cpu-ffn",
         "Keep the feed-forward weights of the first N layers on the CPU, for models without experts.",
-        "LLAMA_ARG_N_CPU_FFN", metavar="N", range=Range(0, _MAX_LAYERS),
+        "LLAMA_ARG_N_CPU_FFN", metavar="N", range=Range(0, MAX_LAYERS),
     )] = 0
     kv_offload: Annotated[bool, _devices(
         "-kvo/-nkvo --kv-offload/--no-kv-offload", "Keep the KV cells of layers on the GPU there.",
@@ -635,7 +635,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             except ValueError as error:
                 raise ConfigError(f"{setting_name('kv_overrides')} contains {each!r:.200}; {error}") from None
         layers = self.control_vector_layers
-        if layers and not (len(layers) == 2 and 1 <= layers[0] <= layers[1] <= _MAX_LAYERS):
+        if layers and not (len(layers) == 2 and 1 <= layers[0] <= layers[1] <= MAX_LAYERS):
             raise ConfigError(
                 f"{setting_name('control_vector_layers')} is {' '.join(map(str, layers))}; it must be the numbers of "
                 "the first and the last layer, from 1"

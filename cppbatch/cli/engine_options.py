@@ -27,7 +27,7 @@ from cppbatch.config import (
     setting_name,
 )
 from cppbatch.errors import ConfigError
-from cppbatch.setting import env_of
+from cppbatch.setting import INT32_MAX, env_of
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -179,7 +179,7 @@ def _parallel(context: click.Context, option: click.Parameter, given: int) -> in
 
 def _cache_ram(_context: object, _option: object, given: int) -> int:
     """llama-server's -1 means no limit."""
-    return _NO_RAM_LIMIT if given == -1 else given
+    return INT32_MAX if given == -1 else given  # MiB: no limit
 
 
 def _disk_folder(_context: object, _option: object, given: str) -> str:
@@ -211,7 +211,6 @@ def _numbers(of_text: Callable[[str], float], example: str) -> Callable[[object,
     return convert
 
 
-_NO_RAM_LIMIT = 2**31 - 1  # MiB
 _SPEC_TYPES = {
     "none": "off", "draft-simple": "draft", "draft-mtp": "mtp",
     "draft-eagle3": "eagle3", "draft-dflash": "dflash", "draft-dspark": "dflash",

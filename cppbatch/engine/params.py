@@ -19,11 +19,10 @@ from cppbatch.chat.lark_grammar import MAX_GRAMMAR, LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema import compact_schema
-from cppbatch.setting import Range
+from cppbatch.setting import INT32_MAX, Range
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
 
-INT32_MAX = 2**31 - 1
 MOST_LOGPROBS = 20
 _MAX_STOP, _MAX_STOP_TOTAL = 512, 16_384  # characters of one stop string, and of all
 MOST_BIASES = 8192  # each is applied one by one

@@ -11,9 +11,10 @@ from typing import Any, Literal, TypedDict, get_args
 import msgspec
 
 from cppbatch.chat.media_parts import PlainText
-from cppbatch.engine.params import INT32_MAX, SamplingParams, format_value, instance, number, replace_fields, token_ids
+from cppbatch.engine.params import SamplingParams, format_value, instance, number, replace_fields, token_ids
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.model_changes import MOST_SCALE
+from cppbatch.setting import INT32_MAX
 
 _MAX_TIMEOUT = 30 * 24 * 3600  # seconds
 

@@ -28,7 +28,6 @@ log = logging.getLogger("cppbatch.llama")
 
 # One level lower than llama.cpp's: it logs a page of "info" for every model, and its "warning" is mostly advice.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-_GIB = 2**30
 _VARIANT = re.compile(r"loaded CPU backend from .*ggml-cpu-([\w.]+)\.\w+$")
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate of GCC's and Clang's libraries
 _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
@@ -147,7 +146,7 @@ class Backend:
         if line is None:
             return error
         free = ", ".join(
-            f"{each.memory_free / _GIB:.2f} of {each.memory_total / _GIB:.2f} GiB of {each.name}"
+            f"{each.memory_free / 2**30:.2f} of {each.memory_total / 2**30:.2f} GiB of {each.name}"
             for each in self.devices()
             if each.kind != "CPU" and each.memory_total
         )

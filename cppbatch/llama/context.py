@@ -31,13 +31,13 @@ from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
 from cppbatch.llama.owned import Owned
 from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_BYTES, Rollback, SequenceState
+from cppbatch.setting import INT32_MAX
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {  # ggml_type
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30,
 }  # fmt: skip
-_NEVER = 1 << 31
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence
 _PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
@@ -686,7 +686,7 @@ class Context:
         it is larger than any sequence.
         """
         if self._is_recurrent:
-            return _NEVER
+            return INT32_MAX
         first = C.llama_memory_seq_pos_min(self._open_memory(), self._native(seq_id))
         return min(self.last_position(seq_id) + 1, first + self._n_swa) if first > 0 else 0
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import setting_name
-from cppbatch.errors import LibraryError, LlamaError, ModelError
+from cppbatch.errors import LibraryError, LlamaError, ModelError, name_first
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import PINNED_VERSION, REINSTALL, C
 from cppbatch.llama.model import Model
@@ -284,9 +284,6 @@ def _reason(lines: list[str]) -> str:
 # The tensors that a projector file needs. Without some of them llama.cpp crashes, or silently computes nonsense.
 
 
-_MAX_NAMED = 3
-
-
 def _with_bias(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}.{end}" for name in names for end in ("weight", "bias"))
 
@@ -314,10 +311,8 @@ def check_tensors(path: Path, header: FileHeader, projector: str) -> None:
     n_blocks = header.whole_number("clip.vision.block_count") or 0
     missing = [name for name in _needed_tensors(n_blocks, projector, there) if name not in there]
     if missing:
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-        names = ", ".join(missing[:_MAX_NAMED])
         raise ModelError(
-            f"{path} is damaged: a projector of type {projector} requires {names}{more}. Download it again"
+            f"{path} is damaged: a projector of type {projector} requires {name_first(missing, 3)}. Download it again"
         )
 
 

@@ -21,6 +21,7 @@ from cppbatch.llama.library import C, library_path
 from cppbatch.llama.owned import Owned
 from cppbatch.llama.sampler_chain import DrySampler
 from cppbatch.models.find import model_parts
+from cppbatch.setting import INT32_MAX
 from cppbatch.text_patterns import any_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _MANY_TOKENS = 8192  # reading the properties of fewer tokens is faster than a cache lookup
 _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM = 0, 1, 2, 3, 4
-_INT32_MAX = 2**31 - 1
 _SPECIAL = b"\xff"  # llguidance's prefix for special tokens
 _SPACES = " \t\n\v\f\r"  # that special tokens absorb
 
@@ -155,14 +155,14 @@ class Vocab:
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
         raw = text.encode("utf-8", "replace")
-        if len(raw) > _INT32_MAX:
-            raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
+        if len(raw) > INT32_MAX:
+            raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {INT32_MAX}")
         size = len(raw) + 2
         while True:
             out = np.empty(size, np.int32)
             pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
             n = C.llama_tokenize(self.handle, raw, len(raw), pointer, size, add_special, parse_special)
-            if n == -_INT32_MAX - 1:
+            if n == -INT32_MAX - 1:
                 raise LlamaError("the text has too many tokens to count")
             if n >= 0:
                 tokens: npt.NDArray[np.int32] = out[:n].copy()

@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from cppbatch.config import MAX_LAYERS
 from cppbatch.errors import ModelError, shorten
 from cppbatch.models.file_header import FILE_TYPES, FileHeader, TensorInfo, read_header, read_integers
 from cppbatch.models.find import check_file, model_parts, no_weights
 
 _LONGEST_NAME = 200  # characters that are shown
-_MOST_LAYERS = 512  # LLAMA_MAX_LAYERS
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """The names of the tensors of experts, as a regular expression; as in llama.cpp's `common.h`."""
 DENSE_FFN = r"\.ffn_(up|down|gate)\."
@@ -196,7 +196,7 @@ class _File(NamedTuple):
 
     def size(self, key: str) -> int:
         """An integer that loading needs. Raises `ModelError` if it is missing, or impossible."""
-        if (value := self.number(key)) is None or not 1 <= value <= (_MOST_LAYERS if key == "block_count" else 1 << 30):
+        if (value := self.number(key)) is None or not 1 <= value <= (MAX_LAYERS if key == "block_count" else 1 << 30):
             raise ModelError(f"{self.path} is damaged: {self.architecture}.{key} is {value}. Download it again")
         return value
 
@@ -407,7 +407,7 @@ def heads_in(headers: list[FileHeader]) -> DraftHeads:
     if not (isinstance(n, int) and isinstance(n_layers, int) and 0 < n < n_layers):
         return DraftHeads(0, architecture)
     names = {tensor.name for header in headers for tensor in header.tensors}
-    if n_layers > _MOST_LAYERS:
+    if n_layers > MAX_LAYERS:
         return DraftHeads(0, architecture)
     layers, fault = [f"blk.{i}" for i in range(n_layers - n, n_layers)], None
     sections = metadata.get(f"{architecture}.rope.dimension_sections")

@@ -29,7 +29,6 @@ from cppbatch.sizing.buffers import Buffer
 # The memory of a sequence and of a checkpoint: from llama.cpp's log of creating a context.
 
 
-_MIB = 2**20
 _CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*\d+/(\d+) seqs\)")
 _STATES = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,.* seqs\s+(\d+) rs_seq\)")
 _OTHER_STATES = re.compile(r"DSV4 \S+ state buffer size =\s*([\d.]+) MiB")
@@ -63,11 +62,11 @@ def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int)
         if "creating" in line and "KV cache" in line:
             in_window = bool(re.search(r"creating\s+SWA", line))
         elif found := _STATES.search(line):
-            state_bytes += float(found[1]) * _MIB / int(found[2]) / (1 + int(found[3]))
+            state_bytes += float(found[1]) * 2**20 / int(found[2]) / (1 + int(found[3]))
         elif found := _OTHER_STATES.search(line):
-            state_bytes += float(found[1]) * _MIB / n_sequences
+            state_bytes += float(found[1]) * 2**20 / n_sequences
         elif found := _CACHE.search(line):
-            each = float(found[1]) * _MIB / (int(found[2]) * int(found[4]))
+            each = float(found[1]) * 2**20 / (int(found[2]) * int(found[4]))
             if in_window:
                 window_token_bytes += each
             else:

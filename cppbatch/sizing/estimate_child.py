@@ -17,6 +17,7 @@ import psutil
 from msgspec.structs import replace
 
 from cppbatch.config import MEDIA_SETTINGS, PLACEMENT, EngineConfig
+from cppbatch.engine.kv.layout import CELL_STEP
 from cppbatch.engine.runtime import (
     load_model,
     make_context,
@@ -51,7 +52,6 @@ from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, read_seq
 _MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50 bytes each
 _MAX_REAL_STATE_BYTES = 256 << 20  # recurrent states are allocated for real too
 _FLOAT_BYTES = 4
-_CELL_STEP = 256  # llama.cpp's, of a sequence
 _IN_ATTENTION = re.compile(r"\.attn_(v_b|sinks)\.")
 _NO_FLASH = re.compile(r"Flash Attention not supported, set to disabled")
 
@@ -226,7 +226,7 @@ class _SimulatedModel:
         graph has put it. It is what they need beyond a context that computes no scores of whole rows of cells.
         """
         n_streams = 1 if config.kv_layout == "unified" else config.n_parallel
-        cells = min(config.n_ctx, max(config.n_ubatch, config.n_parallel, _CELL_STEP * n_streams))
+        cells = min(config.n_ctx, max(config.n_ubatch, config.n_parallel, CELL_STEP * n_streams))
         without = replace(config, n_ctx=cells, flash_attn="on")
         with self._sampling(without), Backend.get().lines() as lines, make_context(without, self.model):
             needed = {each.buffer_type: each.n_bytes for each in read_buffers(lines) if each.kind == "compute"}

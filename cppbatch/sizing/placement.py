@@ -37,7 +37,8 @@ PLACED = (
 """The settings that a placement chooses, besides the sizes."""
 LEAST_CELLS = 4096
 """Cells of a model that its devices cannot hold, unless -c or -fitc is given; as with llama-server."""
-_CELLS_EACH = 1024
+CELLS_EACH = 1024
+"""Cells of a sequence: usually enough for a prompt and its answer."""
 _OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the CPU that are copied to it (`op_offload`)
 _CLEARLY = 1.3
 """Devices that are this much faster than others are filled first."""
@@ -195,7 +196,7 @@ def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[En
         cells = (
             config.n_ctx
             if is_given
-            else max(config.fit_ctx, min(most, max(LEAST_CELLS, _CELLS_EACH * config.n_parallel)))
+            else max(config.fit_ctx, min(most, max(LEAST_CELLS, CELLS_EACH * config.n_parallel)))
         )
         yield replace(config, n_ctx=cells)
         if "n_ubatch" not in decided and config.op_offload and config.n_ubatch < config.n_batch:

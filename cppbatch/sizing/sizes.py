@@ -16,6 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from cppbatch.config import FLOAT_CACHES, EngineConfig
+from cppbatch.engine.kv.layout import CELL_STEP
 from cppbatch.errors import ConfigError, DoesNotFit, EstimateFailed, ModelError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
@@ -33,16 +34,14 @@ from cppbatch.sizing.demand import (
 )  # fmt: skip
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import LEAST_CELLS, Speeds, placements
+from cppbatch.sizing.placement import CELLS_EACH, LEAST_CELLS, Speeds, placements
 
 SIZES = frozenset({"n_parallel", "n_ctx"})
 
 _SEQUENCES, _SEQUENCES_ON_GPU = 16, 32
-_CELLS_EACH = 1024  # usually enough for a prompt and its answer
-_LEAST_CELLS_EACH, _LEAST_CELLS = 512, 2048  # fewer are of little use, for a sequence and for an engine
+LEAST_CELLS_EACH, _LEAST_CELLS = 512, 2048  # fewer are of little use, for a sequence and for an engine
 _MOST_CELLS_ON_GPU = 131_072
 _MOST_CELLS_OF_ONE = 32_768  # on a CPU, which takes minutes for a prompt of this length
-_CELL_STEP = 256  # llama.cpp's
 
 
 def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, on_gpu: bool) -> list[EngineConfig]:
@@ -56,7 +55,7 @@ def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, 
     if "n_parallel" in given:
         sizes = _halved_cells(config.n_parallel, _most_cells(config.n_parallel, n_ctx_train, on_gpu=on_gpu))
     elif "n_ctx" in given:
-        most = max(1, min(sequences, config.n_ctx // _CELL_STEP))
+        most = max(1, min(sequences, config.n_ctx // CELL_STEP))
         sizes = [(n, config.n_ctx) for n in _halves(most, 1)]
     else:
         sizes = _halved_cells(sequences, _most_cells(sequences, n_ctx_train, on_gpu=on_gpu))
@@ -88,13 +87,13 @@ def candidates_for(config: EngineConfig, given: Set[str]) -> list[EngineConfig]:
 def _most_cells(n: int, n_ctx_train: int, *, on_gpu: bool) -> int:
     if n == 1 and n_ctx_train:
         return max(_LEAST_CELLS, min(n_ctx_train, _MOST_CELLS_ON_GPU if on_gpu else _MOST_CELLS_OF_ONE))
-    cells = max(n, _SEQUENCES) * _CELLS_EACH
+    cells = max(n, _SEQUENCES) * CELLS_EACH
     return max(cells, min(n_ctx_train, _MOST_CELLS_ON_GPU)) if on_gpu else cells
 
 
 def _halved_cells(n: int, most: int) -> list[tuple[int, int]]:
     """`n` sequences with `most` cells, with half of them ..."""
-    return [(n, cells) for cells in _halves(most, max(_LEAST_CELLS, n * _LEAST_CELLS_EACH))]
+    return [(n, cells) for cells in _halves(most, max(_LEAST_CELLS, n * LEAST_CELLS_EACH))]
 
 
 def _halves(most: int, least: int) -> list[int]:
@@ -111,7 +110,6 @@ log = logging.getLogger("cppbatch.memory")
 Engines = Callable[[EngineConfig], list[EngineConfig]]
 """Returns the settings of every engine that will run, one per worker."""
 
-_MIN_CELLS = 512
 _HALVINGS = 12
 _OVERRIDE = "If this is wrong, disable this check with --no-memory-check (CPPBATCH_MEMORY_CHECK=0)"
 
@@ -287,9 +285,9 @@ def alternatives(config: EngineConfig, *, n_layers: int = 0) -> Iterator[list[tu
     `n_layers`: of the model; 0: do not suggest fewer layers on the GPU.
     """
     cells = [config.n_ctx >> i for i in range(1, _HALVINGS)]
-    yield [(f"-c {n}", replace(config, n_ctx=n)) for n in cells if n >= max(config.n_parallel, _MIN_CELLS)]
+    yield [(f"-c {n}", replace(config, n_ctx=n)) for n in cells if n >= max(config.n_parallel, LEAST_CELLS_EACH)]
     sizes = [(config.n_parallel >> i, config.n_ctx >> i) for i in range(1, _HALVINGS)]
-    yield [(f"-np {n} -c {c}", replace(config, n_parallel=n, n_ctx=c)) for n, c in sizes if n and c >= _MIN_CELLS]
+    yield [(f"-np {n} -c {c}", replace(config, n_parallel=n, n_ctx=c)) for n, c in sizes if n and c >= LEAST_CELLS_EACH]
     if config.flash_attn != "off" and {config.cache_type_k, config.cache_type_v} <= {*FLOAT_CACHES}:
         yield [("-ctk q8_0 -ctv q8_0", replace(config, cache_type_k="q8_0", cache_type_v="q8_0"))]
     if n_layers and config.n_gpu_layers:

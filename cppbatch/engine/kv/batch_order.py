@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from cppbatch.engine.sequence import Seq
+from cppbatch.setting import INT32_MAX
 
 _LONG_PIECE = 128  # tokens: ggml's flash attention is faster with at least 64 tokens of a sequence
 _NEAR = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
@@ -34,7 +35,7 @@ class PaddingRow:
         return n if self.wants_logits else 0
 
 
-_ZEROS = np.broadcast_to(np.zeros((), np.int32), (2**31 - 1,))  # takes no memory
+_ZEROS = np.broadcast_to(np.zeros((), np.int32), (INT32_MAX,))  # takes no memory
 
 
 class PromptPart:

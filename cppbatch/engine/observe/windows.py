@@ -19,7 +19,7 @@ Row = TypeVar("Row")
 class Window(Generic[Row]):
     """Rows of values of the last minute, or of a shorter time if there are more than `max_rows`."""
 
-    def __init__(self, max_rows: int, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = perf_counter, max_rows: int = 16_384) -> None:
         self._rows: deque[tuple[float, Row]] = deque(maxlen=max_rows)
         self._clock = clock
         self._began = clock()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import IO, NamedTuple
 
-from cppbatch.errors import ConfigError, UnreadableFile
+from cppbatch.errors import ConfigError, UnreadableFile, name_first
 from cppbatch.extras import require
 from cppbatch.jobs.input.format import (
     MAX_LINE_BYTES,
@@ -26,7 +26,6 @@ from cppbatch.regular_files import open_regular
 _MAX_ZIP_BYTES = 1 << 30
 """The limit for all files of a zip file together, unpacked."""
 _MAX_FILES = 1 << 20
-_MAX_SKIPPED_SHOWN = 8
 
 
 class Skipped(NamedTuple):
@@ -207,9 +206,8 @@ def find_inputs(paths: Sequence[Path], say: Callable[[str], None]) -> tuple[Path
 
 def skipped_line(skipped: Sequence[Skipped]) -> str:
     """The files that are skipped, in one sentence."""
-    shown = ", ".join(f"{name} ({reason})" for name, reason in skipped[:_MAX_SKIPPED_SHOWN])
-    more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
-    return f"skipped {len(skipped)} file{'s' * (len(skipped) > 1)}: {shown}{more}"
+    shown = name_first([f"{name} ({reason})" for name, reason in skipped], 8)
+    return f"skipped {len(skipped)} file{'s' * (len(skipped) > 1)}: {shown}"
 
 
 class FilesInput:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from cppbatch.errors import ConfigError
+from cppbatch.errors import ConfigError, name_first
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
 from cppbatch.regular_files import STANDARD_STREAM, is_special, open_regular
 
@@ -36,7 +36,6 @@ _FIELDS: dict[str, tuple[set[str], str]] = {
     "files": ({"text", "file"}, "{text} for the text of a file and {file} for its name"),
 }
 """What a template may name in an input without columns."""
-_MAX_COLUMNS_SHOWN = 20
 
 
 class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,9 +150,8 @@ def table_columns(input_format: InputFormat, names: Sequence[str]) -> TableColum
         wanted.setdefault(id_column, "--id-column")
     for column, flag in wanted.items():
         if column not in names:
-            known = ", ".join(repr(name[: 2 * _MAX_COLUMNS_SHOWN]) for name in names[:_MAX_COLUMNS_SHOWN])
-            more = f" and {len(names) - _MAX_COLUMNS_SHOWN} more" if len(names) > _MAX_COLUMNS_SHOWN else ""
-            raise ConfigError(f"{path}: column {column!r} not found; available: {known}{more} ({flag})")
+            known = name_first([repr(name[:_MAX_SHOWN]) for name in names], 20)
+            raise ConfigError(f"{path}: column {column!r} not found; available: {known} ({flag})")
     others = (name for name in auto_id_columns(input_format) if name in names and (template or name not in prompt))
     custom_id = id_column or next(others, None)
     for used in (*prompt, *filter(None, [custom_id])):

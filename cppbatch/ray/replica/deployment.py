@@ -18,7 +18,6 @@ from ray.serve.schema import LoggingConfig
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.prefix_router import Prefix, PrefixRouter
 from cppbatch.config import EngineConfig
-from cppbatch.engine.params import INT32_MAX
 from cppbatch.errors import CppBatchError
 from cppbatch.ray.replica.engine import ReplicaEngine
 from cppbatch.ray.replica.options import model_on_this_node
@@ -30,9 +29,8 @@ from cppbatch.ray.replica.serve_replicas import (
     remove_errors,
     remove_report,
 )
+from cppbatch.setting import INT32_MAX
 from cppbatch.sizing.fit_again import refit
-
-_UNLIMITED = 2**31 - 1
 
 
 def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **options: Any) -> serve.Application:
@@ -48,7 +46,7 @@ def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **o
     deployment = serve.deployment(
         EngineReplica,
         name=DEPLOYMENT,
-        max_ongoing_requests=_UNLIMITED,
+        max_ongoing_requests=INT32_MAX,
         request_router_config=routing,
         logging_config=LoggingConfig(enable_access_log=False),  # the front has an access log
     )

@@ -90,7 +90,7 @@ class RecentCompletions:
     """The times of the completions finished in the last minute."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._window: Window[RequestUsage] = Window(16_384, clock)
+        self._window: Window[RequestUsage] = Window(clock)
 
     def add(self, usage: RequestUsage) -> None:
         """Adds a completion that has just finished."""
