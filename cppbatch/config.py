@@ -64,8 +64,6 @@ MEDIA_SETTINGS = (
 )  # fmt: skip
 """The settings of images and audio."""
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
-_MAX_STEP_MS = 60_000
-_MAX_WAIT_MS = 10_000
 _DISK_GB, _GB = 16, 10**9  # the default limit of cached prefixes on disk
 _LAYERS = "-1 (all layers), 0 (none) or more"
 MAX_LAYERS = 512  # llama.cpp's LLAMAMAX_LAYERS
@@ -73,6 +71,8 @@ _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
 """Maximum draft tokens per sequence and step."""
+DRAFT_LOGITS_BYTES = 32 << 20
+"""Maximum bytes of the logits in a decode with drafts: 170 rows with a vocabulary of 49,152."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 
@@ -240,13 +240,13 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     target_itl_ms: Annotated[float, _speed(
         "--target-itl-ms",
         "Target inter-token latency while prompts are being computed, in ms; 0: set by --prefer.",
-        range=Range(0, _MAX_STEP_MS), range_words=f"0 (automatic) to {_MAX_STEP_MS}",
+        range=Range(0, 60_000), range_words="0 (automatic) to 60000",
     )] = 0
     max_wait_ms: Annotated[float, _speed(
         "--max-wait-ms",
         "How long an idle server waits for more requests before starting the first one. Useful if clients send "
         "requests in bursts; 0: no waiting.",
-        range=Range(0, _MAX_WAIT_MS), range_words=f"0 (no waiting) to {_MAX_WAIT_MS}",
+        range=Range(0, 10_000), range_words="0 (no waiting) to 10000",
     )] = 0
     """Starts earlier if `n_parallel` requests are waiting. While a request runs, others join immediately."""
     deterministic: Annotated[bool, _speed(

@@ -18,7 +18,6 @@ more of the stack in use could fail where decoding did not."""
 _MAX_MEMBERS = 100_000  # in all objects; decoding them takes about 60 ms, with the GIL held
 _MAX_CONTAINERS = 100_000  # lists and objects
 _MAX_VALUES = 500_000  # in all lists, for example token ids
-_SMALL = 1 << 18  # bytes: decoding up to this size is always fast enough
 _CHUNK = 1 << 20  # bytes measured at once
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 
@@ -85,7 +84,8 @@ def _find_escaped(data: Bytes, first: bool) -> Mask:
 
 def excess(text: bytes) -> str | None:
     """Why a JSON text exceeds the limits, as the end of a sentence; None: it is within them."""
-    if len(text) <= _SMALL and text.count(b"[") + text.count(b"{") <= MOST_NESTED:
+    # decoding up to 256 KiB is always fast enough
+    if len(text) <= 1 << 18 and text.count(b"[") + text.count(b"{") <= MOST_NESTED:
         return None
     shape = json_shape(text)
     if shape.depth > MOST_NESTED:

@@ -23,7 +23,6 @@ from cppbatch.chat.sandbox import HostFunction, Missing, tojson
 
 _BUDGET = 20_000
 """What a rendering may cost, in units of about half a microsecond; 20 messages cost about 2,000."""
-_BUDGET_PER_WEIGHT = 32
 _MAX_BUDGET = 500_000
 _SHORT = 256
 """Texts up to this length cost nothing: the size of a loop's body or a macro covers them."""
@@ -32,8 +31,6 @@ _LARGE = 100_000
 _CHARACTERS = 4  # 16 characters of a text cost one unit
 _MAX_INTEGER_BITS = 4096
 _MAX_INDENT = 16
-_MAX_DIGITS = 100
-_MAX_ITEMS = 8  # of a sum that is charged after it was computed
 
 
 class NotQuick(Exception):
@@ -78,7 +75,7 @@ def _raise_budget(wanted: int = 0) -> None:
         given = [value for value in _METER.variables.values() if type(value) is not HostFunction]
         _METER.variables = None
         _METER.weight = _weight(given, _MAX_BUDGET)
-        _METER.left += min(_BUDGET_PER_WEIGHT * _METER.weight, _MAX_BUDGET)
+        _METER.left += min(32 * _METER.weight, _MAX_BUDGET)
     if _METER.left < wanted:
         raise NotQuick(is_large=_METER.weight > _LARGE)
 
@@ -154,7 +151,7 @@ def _each(items: Iterable[Any], n: int = 1) -> Iterator[Any]:
 
 def _add(*items: Any) -> Any:
     """`a + b + ...`"""
-    if len(items) > _MAX_ITEMS:
+    if len(items) > 8:  # a sum is charged after it was computed
         return reduce(_plus, items)
     try:
         text = "".join(items)
@@ -311,7 +308,7 @@ def _join(value: Iterable[Any], separator: Any = "", attribute: Any = None) -> s
 
 
 def _int(value: Any, default: int = 0, base: int = 10) -> int:
-    if isinstance(value, str) and len(value) > _MAX_DIGITS:
+    if isinstance(value, str) and len(value) > 100:
         raise NotQuick
     return jinja2.filters.do_int(value, default, base)
 

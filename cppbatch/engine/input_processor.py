@@ -38,8 +38,6 @@ from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, EngineClosed, InvalidRequest
 
 _MODALITIES: dict[Modality, str] = {"image": "images", "audio": "audio"}
-_PLACEHOLDER_ID = -1
-"""The id of an image or audio token that is only counted."""
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
 
 
@@ -218,7 +216,8 @@ class InputProcessor:
         if not isinstance(part, Media):
             return self._pieces(part)
         assert self._media
-        return [TokenPiece(_PLACEHOLDER_ID, b"")] * self._media.n_tokens(part, cancelled)
+        # tokens of images and audio are only counted: they have the id -1
+        return [TokenPiece(-1, b"")] * self._media.n_tokens(part, cancelled)
 
     def _tokens_of_parts(self, prompt: MediaPrompt, cancelled: IsCancelled) -> Iterator[npt.NDArray[np.int32] | Media]:
         """The media of a prompt, and the tokens of the texts between them, int32[n]: each is tokenised separately, as

@@ -25,6 +25,8 @@ Checked = TypeVar("Checked", bound=msgspec.Struct)
 
 MOST_LOGPROBS = 20
 _MAX_STOP, _MAX_STOP_TOTAL = 512, 16_384  # characters of one stop string, and of all
+MOST_BIAS = 100.0
+"""The largest magnitude that a bias keeps where a value without a limit is accepted, as in OpenAI's API."""
 MOST_BIASES = 8192  # each is applied one by one
 _MAX_TEXTS, _MAX_TEXT = 1000, 256  # texts as keys of biases, and characters per text, which is tokenised here
 _MAX_STOP_IDS, _MAX_SUPPRESSED = 1024, 32_768  # each choice of a prompt has a copy

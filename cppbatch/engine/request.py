@@ -119,14 +119,13 @@ Prompt = str | list[int] | Pair | MediaPrompt
 
 _MAX_NAME = 1024  # characters
 _MAX_ADAPTERS = 1024
-_LONG = 1 << 15  # characters, or token ids
 
 
 def is_long(prompt: Prompt) -> bool:
     """Whether it takes too long to prepare for short prompts to wait."""
     if isinstance(prompt, MediaPrompt):
         return bool(prompt.media) or is_long(prompt.text)  # images and audio are encoded
-    return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > _LONG
+    return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > 1 << 15
 
 
 Task = Literal["generate", "embed"]

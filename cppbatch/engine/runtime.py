@@ -79,7 +79,6 @@ from cppbatch.llama.vocab import Vocab
 log = logging.getLogger("cppbatch.engine")
 
 _MAX_HOST_TOKENS = 32_768  # of a vocabulary: copying and reading such rows takes less time than selecting on the GPU
-_SCORED_LOGITS_BYTES = 64 << 20  # that a GPU reserves for the rows of scored prompts
 
 
 class Computation(Memory, Protocol):
@@ -582,7 +581,7 @@ def _n_outputs(config: EngineConfig, model: Model) -> int:
     """Rows of logits for which a GPU reserves memory, in place of a row for each token of a ubatch: those of a step,
     and what little memory holds for scored prompts."""
     of_step = config.n_parallel * (1 + config.draft_max * may_draft(config, model))
-    return max(of_step, _SCORED_LOGITS_BYTES // (4 * model.vocab.n_tokens))
+    return max(of_step, (64 << 20) // (4 * model.vocab.n_tokens))  # 64 MiB of logits
 
 
 def _min_rows(context: Context) -> int:

@@ -16,7 +16,8 @@ from cppbatch.engine.ideal import BareCosts
 TILES = (4, 16)
 """Rows that llama.cpp's CPU kernels compute at once (ggml-cpu `repack.cpp`, `llamafile/sgemm.cpp`)."""
 
-_LEVEL_WEIGHT = 0.3  # of a new measurement in the level
+NEW_TIME_WEIGHT = 0.3
+"""The weight of a new time in a running mean: ten steps after a change, it has 97% of it."""
 _SHAPE_WEIGHT = 0.1  # of a new measurement in the shape, once a number of rows has been seen ten times
 _MAX_OVERRUN = 0.25  # a step longer than expected counts as at most this fraction longer: probably a disturbance
 _MAX_NEW_RATIO = 2.0  # times the expected time, at most, that a number of rows with few measurements counts
@@ -29,7 +30,6 @@ _RETRY_STEPS = 64  # steps with a number of rows; then one with another number i
 _CHEAP_ROW_TOKENS = 0.5  # a row that costs less than this many prompt tokens is cheap
 _FLAT_RATIO = 1.3  # if rows cost less than this times a quarter of them, padding cannot help
 _GUESSED_TOKEN_S = 0.001
-_TOKEN_WEIGHT = 0.3  # of a new measurement in the time of prompt tokens
 _BEST_LEVEL_RISE = 0.0002  # rise of the best level towards the current one per step: halfway in some minutes
 _BEST_TOKEN_RISE = 0.002  # the same for prompt tokens
 
@@ -149,9 +149,9 @@ class StepCost:
         self._errors = [*self._errors[-2:], error]
         self._n_observed += 1
         stale = max(min(_MAX_STALE, (self._n_observed - self._observed_at.get(n, 0)) * _STALE_PER_STEP) for n in groups)
-        weight = _LEVEL_WEIGHT * min(1.0, min(self._seen[n] for n in groups) / _SURE_STEPS) * (1 - stale / _MAX_STALE)
+        weight = NEW_TIME_WEIGHT * min(1.0, min(self._seen[n] for n in groups) / _SURE_STEPS) * (1 - stale / _MAX_STALE)
         self._level *= 1 + weight * sorted(self._errors)[len(self._errors) // 2]
-        self._decode_level *= 1 + _LEVEL_WEIGHT * min(decode_s / (self._decode_level * relative) - 1, _MAX_OVERRUN)
+        self._decode_level *= 1 + NEW_TIME_WEIGHT * min(decode_s / (self._decode_level * relative) - 1, _MAX_OVERRUN)
         best = self._best_level + _BEST_LEVEL_RISE * (self._decode_level - self._best_level)
         self._best_level = min(self._decode_level, best)
         if len(groups) == 1:
@@ -233,7 +233,7 @@ class StepCost:
         old = self._token_s.get(size)
         if old is None:
             self._nearest = {}
-        now = self._token_s[size] = seconds / n if old is None else old + _TOKEN_WEIGHT * (seconds / n - old)
+        now = self._token_s[size] = seconds / n if old is None else old + NEW_TIME_WEIGHT * (seconds / n - old)
         if decode_s is not None:
             best, now = self._best_token_s.get(size, decode_s / n), min(now, decode_s / n)
             self._best_token_s[size] = min(now, best + _BEST_TOKEN_RISE * (now - best))

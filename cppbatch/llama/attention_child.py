@@ -34,11 +34,8 @@ from cppbatch.models.attention_times import PIECE, Attention, AttentionTask, Att
 _TYPES: tuple[CacheType, ...] = ("f16", "bf16", "q8_0")
 _LENGTHS = (128, 512, 2048)
 _MAX_CELLS = 8192  # of a layer; longer contexts are not measured: their time is proportional to their cells
-_MAX_LAYERS = 4
 _ARENA = 96 << 20  # bytes for cells: more than most caches
-_MATRIX = 2 << 20  # minimum bytes of a prompt's attention weights; determines the number of heads
 _PREC_F32 = 10
-_BLOCK = 32  # values of q8_0
 _MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 3, 40, 0.8
 
 
@@ -107,7 +104,8 @@ def measure(task: AttentionTask) -> AttentionTimes:
 
 
 def _kinds(shape: Shape) -> Iterator[Attention]:
-    of_k, of_v = ([t for t in _TYPES if t != "q8_0" or size % _BLOCK == 0] for size in (shape.head_k, shape.head_v))
+    # a block of q8_0 has 32 values
+    of_k, of_v = ([t for t in _TYPES if t != "q8_0" or size % 32 == 0] for size in (shape.head_k, shape.head_v))
     for k in of_k:
         for v in of_v:
             yield Attention("on", k, v)
@@ -161,7 +159,7 @@ class _Bench:
         layer_bytes = self._cell_bytes(attention) * n_heads * sizes.n_memory * sizes.n_streams
         if sizes.n_kv * sizes.n_streams > _MAX_CELLS or layer_bytes > _ARENA:
             return None
-        n_layers = 1 if case.is_prefill else min(_MAX_LAYERS, _ARENA // layer_bytes)
+        n_layers = 1 if case.is_prefill else min(4, _ARENA // layer_bytes)
         context = stack.enter_context(descriptions(lib, 24 * n_layers + 10))
         is_flash = attention.flash_attn == "on"
         tokens, mask_values = self._tokens(case, sizes), self._mask(case, sizes)
@@ -232,7 +230,8 @@ class _Bench:
         n_memory = max(n_kv, self._task.n_memory)
         if case.is_prefill:
             head_bytes = 4 * PIECE * n_kv * self._shape.n_head // n_heads
-            return _Sizes(PIECE, 1, n_kv, n_memory, min(n_heads, -(-_MATRIX // head_bytes)))
+            # as many heads as the attention weights of a prompt take 2 MiB
+            return _Sizes(PIECE, 1, n_kv, n_memory, min(n_heads, -(-(2 << 20) // head_bytes)))
         return (
             _Sizes(n_parallel, 1, n_kv, n_memory, 1) if is_unified else _Sizes(1, n_parallel, n_kv, n_memory, n_heads)
         )

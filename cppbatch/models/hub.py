@@ -37,7 +37,6 @@ _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _TYPE = re.compile(r"(?:^|[./-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32))$", re.IGNORECASE)
 _USUAL_TYPE = "Q4_K_M"  # as in llama.cpp
-_MOST_SHOWN = 12
 _HUB = "https://huggingface.co"
 
 Say = Callable[[str], object]
@@ -307,7 +306,7 @@ def choose_files(model: HubModel, sizes: dict[str, int]) -> list[str]:
     if found is None:
         types = {weight_type(file) for file in models} - {""}
         there = sorted(types) if types and not model.choice.endswith(".gguf") else models
-        shown = ", ".join(there[:_MOST_SHOWN]) + (" ..." if len(there) > _MOST_SHOWN else "")
+        shown = ", ".join(there[:12]) + (" ..." if len(there) > 12 else "")
         raise ModelError(f"{model.choice} not found in {model.repository}; available: {shown}")
     missing = [part.as_posix() for part in model_parts(Path(found)) if part.as_posix() not in sizes]
     if missing:

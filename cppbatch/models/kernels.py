@@ -170,8 +170,6 @@ def interpolate(at: float, points: Mapping[int, float]) -> float:
 # single sequence, but for some types the kernels for weights as they are in the file compute batches faster.
 
 
-_FEW = 4
-"""Up to this number of sequences, weights are repacked: the speed of each sequence counts."""
 _CLEARLY = 1.05
 _FLOATS = ("F32", "F16", "BF16")
 _LOOKUP = "token_embd.weight"
@@ -184,7 +182,7 @@ def why_not_repacked(path: Path, n_parallel: int) -> str | None:
     run. Types that were never timed here are timed now, in seconds. Raises `ModelError` if the file cannot be
     read.
     """
-    if n_parallel <= _FEW:
+    if n_parallel <= 4:
         return None
     weights = _quantised_weights(path)
     times = kernel_times(weights)

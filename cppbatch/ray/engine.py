@@ -44,14 +44,13 @@ from cppbatch.ray.messages import (
     decode_to_front,
     encode,
 )
-from cppbatch.ray.replica.set import LiveReplicas, ReplicaLost, ReplicaSet, ReplicaSetStatus
+from cppbatch.ray.replica.set import LEASE_PERIOD_S, LiveReplicas, ReplicaLost, ReplicaSet, ReplicaSetStatus
 
 log = logging.getLogger("cppbatch.ray")
 
 _MAX_LOST = 5  # consecutive lost replicas, without a token in between, after which a request fails
 _PAUSE_S = 0.2  # before a request is resent, times the number of lost replicas
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
-_LEASE_PERIOD_S = 4.0
 _MAX_FINISH_TIMES = 64
 _MAX_GROUPS = 4096  # more than the replicas of a cluster
 
@@ -380,7 +379,7 @@ class RayEngine(EngineClient):
                 await self._replicas.renew_lease(self._front)
             except Exception as error:  # `_watch` reports that the cluster does not respond
                 log.debug("failed to renew the lease: %s", error)
-            await asyncio.sleep(_LEASE_PERIOD_S)
+            await asyncio.sleep(LEASE_PERIOD_S)
 
     async def _update_status(self) -> None:
         self._status = await self._replicas.status()

@@ -82,10 +82,6 @@ def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int)
 # --- memory estimate -------------------------------------------------------------------------------------------------
 
 
-_TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large file from a slow disk takes longer
-_MORE_S = 10  # for each further engine
-
-
 class Device(msgspec.Struct, frozen=True):
     """A GPU, or a device of an RPC worker. Memory in bytes, 0 if the driver does not report it."""
 
@@ -156,7 +152,8 @@ def _footprint_path(config: EngineConfig) -> Path | None:
 
 def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
     """The answer of the child process."""
-    seconds = _TIMEOUT_S + _MORE_S * (len(configs) - 1)
+    # the default model takes 0.3 s; the header of a large file on a slow disk takes longer
+    seconds = 60 + 10 * (len(configs) - 1)
     try:
         command = child_command("cppbatch.sizing.estimate_child")
         done = run(command, stdin=msgspec.json.encode(configs), seconds=seconds)

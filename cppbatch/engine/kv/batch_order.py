@@ -11,7 +11,6 @@ import numpy as np
 from cppbatch.engine.sequence import Seq
 from cppbatch.setting import INT32_MAX
 
-_LONG_PIECE = 128  # tokens: ggml's flash attention is faster with at least 64 tokens of a sequence
 _NEAR = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
 
 
@@ -81,7 +80,8 @@ def in_batch_order(rows: list[Entry], prefill: list[Entry], *, gpu_ubatch: int =
     prefill.sort(key=_seq_id)
     if gpu_ubatch:
         prefill = [piece for run in _neighbours(prefill) for piece in _fewest_ubatches(run, gpu_ubatch)]
-    elif any(n >= _LONG_PIECE for _, n in prefill):
+    # ggml's flash attention is faster with at least 64 tokens of a sequence
+    elif any(n >= 128 for _, n in prefill):
         prefill.reverse()
     if not rows or not prefill:
         return rows + prefill

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil
 
+from cppbatch.engine.step_cost import NEW_TIME_WEIGHT
+
 _NEGLIGIBLE_S = 0.002  # a save that hardly delays a step
 _RESTORE = 0.6  # the time to restore a state, as a fraction of that to save it
-_NEW = 0.3  # weight of a new measurement
 _TRY_EVERY = 32  # decisions against saving; then one save updates the measurement
 
 
@@ -52,15 +53,11 @@ class SaveCost:
     def observe(self, n: int, seconds: float) -> None:
         """Learns from saving `n` tokens."""
         if n:
-            self._save_s += (_NEW if self._save_s else 1.0) * (seconds / n - self._save_s)
+            self._save_s += (NEW_TIME_WEIGHT if self._save_s else 1.0) * (seconds / n - self._save_s)
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------
 # Learns from reads and writes whether reading a prefix from this disk is faster than recomputing it.
-
-
-_FIRST_GUESS = 1e9  # bytes per second before any measurement: few server disks are slower
-_LATENCY_S = 0.005  # fixed time per read: a thread, the index, restoring the state
 
 
 class DiskCost:
@@ -78,7 +75,8 @@ class DiskCost:
 
     def read_s(self, n_bytes: int) -> float:
         """The time to read a file of this size."""
-        return _LATENCY_S + n_bytes / (self._read_rate or self._write_rate or _FIRST_GUESS)
+        # A thread, the index and restoring the state take 5 ms; few disks of servers read less than 1 GB/s.
+        return 0.005 + n_bytes / (self._read_rate or self._write_rate or 1e9)
 
     def is_worth(self, n_tokens: int, n_bytes: int) -> bool:
         """Whether reading a file of `n_bytes` is faster than computing the `n_tokens` that it saves.
@@ -94,9 +92,9 @@ class DiskCost:
     def observe_read(self, n_bytes: int, seconds: float) -> None:
         """Learns from a read."""
         rate = n_bytes / max(seconds, 1e-6)
-        self._read_rate += (_NEW if self._read_rate else 1.0) * (rate - self._read_rate)
+        self._read_rate += (NEW_TIME_WEIGHT if self._read_rate else 1.0) * (rate - self._read_rate)
 
     def observe_write(self, n_bytes: int, seconds: float) -> None:
         """Learns from a write, whose time is an upper bound for a read."""
         rate = n_bytes / max(seconds, 1e-6)
-        self._write_rate += (_NEW if self._write_rate else 1.0) * (rate - self._write_rate)
+        self._write_rate += (NEW_TIME_WEIGHT if self._write_rate else 1.0) * (rate - self._write_rate)

@@ -21,8 +21,6 @@ from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime, Ro
 from cppbatch.errors import CacheFull
 from cppbatch.llama import HeadBatch
 
-_APART_EVERY = 64  # drafts; then one whose tokens since the last draft have a decode of their own, to update its time
-
 
 class HeadRuntime(RowRuntime, Protocol):
     """The context of a draft head or an EAGLE-3 draft model (`cppbatch.llama.HeadContext`, `EagleContext`)."""
@@ -83,7 +81,8 @@ class HeadProposer(RowProposer):
         self._n_catch_ups += 1
         if self.cost.knows_prompts and more_s >= n_apart * self.cost.token_s(n_apart):
             return 1
-        if self._n_catch_ups % _APART_EVERY == 0:
+        # in one of 64 drafts, the tokens since the last one have a decode of their own, to update its time
+        if self._n_catch_ups % 64 == 0:
             return 1
         self._caught_up(more_s)
         return JOINED

@@ -137,8 +137,6 @@ def open_draft_model(
 
 log = logging.getLogger("cppbatch.engine")
 
-_MOST_BATCH = 512  # tokens: a prompt is read in pieces that delay no step for long
-
 
 def uses_head(config: EngineConfig) -> bool:
     """Whether an engine loads the draft head in the model's file.
@@ -171,7 +169,8 @@ def make_head_context(config: EngineConfig, model: Model, head: int = 0) -> Head
     """The context of a draft head of the file, with as many cells as the engine has."""
     backend = Backend.get()
     on_gpu = backend.offloads(config.n_gpu_layers, config.rpc)
-    n_batch = max(config.n_parallel * model.n_draft_heads, min(config.n_ubatch, _MOST_BATCH))
+    # a prompt is read in pieces of up to 512 tokens, which delay no step for long
+    n_batch = max(config.n_parallel * model.n_draft_heads, min(config.n_ubatch, 512))
     return HeadContext(
         model,
         n_ctx=config.n_ctx,
@@ -204,8 +203,6 @@ def open_head(config: EngineConfig, context: Context, threads: ComputeThreads | 
 
 SPECS: dict[Speculation, RowKind] = {"eagle3": "eagle3", "dflash": "dflash", "mtp": ASSISTANT}
 """The kind of draft model that a setting of `spec` demands."""
-_MOST_READ = 128  # tokens in a decode: llama.cpp computes logits of each, also of those that want none
-_MOST_BLOCKS = 512  # tokens of all blocks in a decode, each with logits
 
 
 def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
@@ -256,7 +253,8 @@ def make_row_context(
         types = {"type_k": config.cache_type_k, "type_v": config.cache_type_v}
         return AssistantContext(draft, target, n_threads=config.n_threads or available_threads(), **types)
     on_gpu = backend.offloads(config.n_gpu_layers)
-    n_batch = max(config.n_parallel + 1, min(config.n_ubatch, _MOST_READ))  # the context has one more seq_id
+    # few tokens in a decode: llama.cpp computes logits of each, also of those that want none
+    n_batch = max(config.n_parallel + 1, min(config.n_ubatch, 128))  # the context has one more seq_id
     n_drafted = max(1, min(config.draft_max, file.block - file.first))
     block = n_drafted + file.first
     sizes = {
@@ -269,7 +267,8 @@ def make_row_context(
     }
     if file.kind == "eagle3":
         return EagleContext(draft, file, target, n_batch=n_batch, **sizes)
-    n_batch = max(n_batch, block, min(config.n_parallel * block, _MOST_BLOCKS))
+    # each token of the blocks has logits
+    n_batch = max(n_batch, block, min(config.n_parallel * block, 512))
     return DFlashContext(draft, file, target, n_drafted=n_drafted, n_batch=n_batch, **sizes)
 
 

@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.config import DRAFT_LOGITS_BYTES
 from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
+from cppbatch.engine.speculation.proposer import MOST_PROBABLE, PRIOR_WEIGHT, Draft, ModelProposer, Proposer
 from cppbatch.engine.step_cost import TILES, Groups, StepCost
 
 _WORTH = 1.1  # minimum gain of drafts, in expected tokens per second relative to rows alone: estimates are rough
@@ -27,21 +28,15 @@ _SLOWDOWN = 2.5  # maximum ratio of step times, for each token that every sequen
 _UNNOTICED_S = 0.05  # seconds that no reader notices: a step may take them, and so may the first tries
 _TOGETHER = 32  # tokens: sequences whose ends are at most this far apart end together
 _PLAIN_EVERY = 32  # steps with drafts in a row; the next one has none, and measures what rows alone take now
-_LOGITS_BYTES = 32 << 20  # bytes of logits in a step with drafts: 170 rows with a vocabulary of 49,152
 _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)  # draft tokens to choose from, in streams
 _LENGTHS_ON_GPU = (1, 3, 7, 15, 31, 63)  # ... on a GPU: llama.cpp plans its graph again for a new number of rows
 _REMEMBERED = 0.998  # weight left after a step, and after a verified token: half after 350, because texts change
 _NEW_STEP = 0.05  # maximum weight of a new step in what is known: one bad step of many sequences must not decide
-_PRIOR = 8.0  # observations that are assumed to be as expected, before any is made
-_ALMOST_CERTAIN = 0.99  # maximum probability of a token, so that longer drafts are worth less and less
 _NEW = 0.2  # weight of a new draft in the typical one of its sequence, and of a new time of sampling
 _NEW_OF_ALL = 0.02  # weight of a new draft in the typical one of all sequences: a few bad ones must not be the last
 _WELL_KNOWN = 10  # drafts of a draft model; before, one sequence is tried if reading the prompts of all takes too long
 _COLD = 16  # first steps with a draft model that are not measured: nothing is in the CPU's caches
 _DISTURBED = 2.0  # maximum ratio of a measured time to the expected one: other programs make steps longer
-_TRY_SHARE = 0.01  # of the time, for drafts of a draft model that are not expected to pay: estimates may be wrong
-_FIRST_TRIES = 4.0  # steps whose time tries may take in advance
-_LOOK_SHARE = 0.005  # of the time, for drafts that are looked for in vain: with a small model that takes 2% of a step
 _VAIN = 16  # steps in a row without drafts that are worth it, before the share limits looking for them
 
 Probabilities = npt.NDArray[np.float64]
@@ -110,7 +105,9 @@ class Speculator:
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
         self._draft_max, self._one_group_only, self._clock = draft_max, one_group_only, clock
         self._acceptance, self._model_time = _AcceptanceTable(), _ModelTime(wall)
-        self._tries, self._looks = _TimeBudget(_TRY_SHARE, _FIRST_TRIES), _TimeBudget(_LOOK_SHARE)
+        # Tries of drafts that are not expected to pay, as estimates may be wrong; 4 steps' time in advance.
+        self._tries = _TimeBudget(share=0.01, first=4.0)
+        self._looks = _TimeBudget(share=0.005)  # looking in vain: with a small model that takes 2% of a step
         self._look = self._began = 0.0  # the last look for drafts: its time, in steps without drafts, and its start
         self._n_vain = self._n_drafted = 0  # steps in a row without drafts that are worth it, and with drafts
         self._sampling_s = 0.0  # time that an accepted token takes beside its row
@@ -239,7 +236,7 @@ class Speculator:
 
 def max_draft_rows(n_vocab: int) -> int:
     """The maximum rows of a step with drafts, limited by the memory of their logits. `n_vocab`: logits per row."""
-    return _LOGITS_BYTES // (4 * max(1, n_vocab))
+    return DRAFT_LOGITS_BYTES // (4 * max(1, n_vocab))
 
 
 class _Trust:
@@ -251,7 +248,7 @@ class _Trust:
     def learn(self, kept: float, came: float = 0.0, expected: float = 0.0) -> None:
         """Adds an observation; earlier ones keep this weight."""
         self._came, self._expected = kept * self._came + came, kept * self._expected + expected
-        self.value = min(1.0, (self._came + _PRIOR) / (self._expected + _PRIOR))
+        self.value = min(1.0, (self._came + PRIOR_WEIGHT) / (self._expected + PRIOR_WEIGHT))
 
 
 class _AcceptanceTable:
@@ -278,7 +275,7 @@ class _AcceptanceTable:
         for i, other in others.items():
             if other:
                 probabilities[i, : len(other.tokens)] = other.probabilities
-        new = (self.trust.value * np.minimum(probabilities, _ALMOST_CERTAIN)).cumprod(axis=1)
+        new = (self.trust.value * np.minimum(probabilities, MOST_PROBABLE)).cumprod(axis=1)
         for i in np.flatnonzero(new.sum(axis=1) > expected.sum(axis=1)).tolist():
             drafts[i], expected[i] = others[i], new[i]
 
@@ -286,7 +283,7 @@ class _AcceptanceTable:
         """The typical drafts of these sequences, of up to `most` tokens: the fractions of calls that give one,
         float64[rows], and their expected tokens. Before its first draft, a sequence has that of all."""
         typical = np.array([self.typical.get(sequence, self._of_all) for sequence in rows])
-        acceptance, continues = self.trust.value * np.minimum(typical[:, :1], _ALMOST_CERTAIN), typical[:, 2:]
+        acceptance, continues = self.trust.value * np.minimum(typical[:, :1], MOST_PROBABLE), typical[:, 2:]
         at = np.arange(draft_max)
         return typical[:, 1], acceptance ** (at + 1) * continues**at * (at < np.array(most)[:, None])
 

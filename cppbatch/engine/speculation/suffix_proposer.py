@@ -23,10 +23,6 @@ from cppbatch.engine.speculation.ngram_index import (
 from cppbatch.engine.speculation.proposer import Draft
 
 _AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
-_TOKENS_OF_TEXT = 64  # of finished sequences on average, at least
-_START = 256  # starting a sequence costs as much as indexing this number of tokens
-_FEW = 32  # more new tokens than this are indexed with numpy
-_ROOM = 4096  # tokens of a completion for which the index of a sequence has room at first
 _NEAR = 8  # tokens after the end of a long match within which it may resume, and how far after its end
 _LENGTHS = (MOST_LENGTH, 24, 16, 12, 8)  # matches of `ORDERS[0]` tokens and more are compared at these lengths
 
@@ -84,7 +80,7 @@ class SuffixProposer:
     costs_compute = False
 
     def __init__(self, *, max_tokens: int = 1 << 18) -> None:
-        self._max_tokens, self._max_texts = max_tokens, max_tokens // _TOKENS_OF_TEXT
+        self._max_tokens, self._max_texts = max_tokens, max_tokens // 64  # most texts are longer
         self._acceptance = MatchAcceptance()
         self._states: dict[Seq, _State] = {}
         self._shared = NgramIndex(max_tokens)
@@ -107,9 +103,9 @@ class SuffixProposer:
                     drafts.append(None)
                     continue
                 state = self._start(sequence)
-                left -= _START
+                left -= 256  # starting a sequence costs as much as indexing 256 tokens
             n, known = sequence.n_tokens, state.own_text.n
-            if n - known > _FEW or state.hashes is None:
+            if n - known > 32 or state.hashes is None:  # numpy is faster
                 stop = min(n, known + max(left, 0))
                 left -= stop - known
                 self._read(state, stop)
@@ -147,7 +143,8 @@ class SuffixProposer:
     # --- texts --------------------------------------------------------------------------------------------------
 
     def _start(self, sequence: Seq) -> _State:
-        own = NgramIndex(min(len(sequence.tokens), sequence.n_tokens + _ROOM))
+        # at first, the index has room for 4096 tokens of a completion
+        own = NgramIndex(min(len(sequence.tokens), sequence.n_tokens + 4096))
         shared = None
         if sequence.request.cache_prompt:
             shared = self._shared.add(sequence.tokens, self._join(sequence.salt))

@@ -47,7 +47,6 @@ log = logging.getLogger("cppbatch.jobs")
 
 FIRST_RETRY_S = 30.0
 _MODEL_CHECK_S = 5.0  # whether a server with several models has got the model of a batch
-_MAX_RUNNING_BATCHES = 8  # each has a thread and open files
 _EXPIRED = "This request could not be executed before the completion window expired."
 
 
@@ -58,7 +57,8 @@ class BatchResources(msgspec.Struct, frozen=True):
     """Whether this server has the model of a batch."""
     execution: Callable[[BatchRecord], tuple[RequestHandler, RequestSlots]]
     """The handler of a batch's requests, and the slots of which each running request holds one."""
-    running_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
+    # a running batch has a thread and open files
+    running_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(8))
     """One per batch with running requests."""
     validation_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(1))
     """One per batch in validation."""

@@ -45,7 +45,6 @@ RESULT_NAMES = ("output.jsonl", "errors.jsonl")
 _PRIVATE = 0o700  # the files contain users' prompts
 _UNKNOWN = "unknown-"
 _OWN = {_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", _RESERVE, *_SUBFOLDERS, "models"}  # models: `models_folder`
-_MAX_NAMES = 10  # in a log line
 
 
 class DataFolder:
@@ -360,7 +359,7 @@ def _check_upload(content: Path, size: int, sha256: str | None) -> None:
 
 def _first(names: Sequence[str]) -> str:
     """The first names, for a log line."""
-    return ", ".join(names[:_MAX_NAMES]) + (" ..." if len(names) > _MAX_NAMES else "")
+    return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
 
 
 @contextlib.contextmanager

@@ -19,9 +19,6 @@ from cppbatch.jobs.input.format import (
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.regular_files import open_regular
 
-_BATCH_BYTES = 4 << 20
-_MAX_BATCH_ROWS = 1024
-
 
 class ParquetInput:
     """The requests of a Parquet file. Their line numbers are row numbers, from 1."""
@@ -134,7 +131,7 @@ class ParquetInput:
         """
         metadata = self._parquet.metadata
         size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-        return int(min(max(1, _BATCH_BYTES * self._n_rows / max(1, size)), _MAX_BATCH_ROWS))
+        return int(min(max(1, (4 << 20) * self._n_rows / max(1, size)), 1024))
 
     def _invalid_file(self, error: object, n_rows: int = 0) -> ConfigError:
         where = f" after {n_rows} rows" if n_rows else ""

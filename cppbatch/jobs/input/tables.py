@@ -20,9 +20,6 @@ from cppbatch.jobs.input.format import (
 )
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 
-_MAX_LINES_PER_RECORD = 1 << 18
-"""A limit is necessary because short lines take far more memory than their bytes."""
-
 _SEPARATOR_LINE = re.compile(r'"?sep=([^\s"\0]|\t)"?\s*', re.IGNORECASE)
 """The first line of some CSV files of Excel."""
 
@@ -155,7 +152,8 @@ class _RecordReader:
             self._reread_bytes_left += 4 * len(line)
         self._record.append((number, line))
         self._record_bytes += len(line)
-        if self._record_bytes > MAX_LINE_BYTES or len(self._record) > _MAX_LINES_PER_RECORD:
+        # The number of lines is limited because short lines take far more memory than their bytes.
+        if self._record_bytes > MAX_LINE_BYTES or len(self._record) > 1 << 18:
             raise _RecordTooLong
         return line.decode(errors="surrogateescape")
 

@@ -29,6 +29,7 @@ from cppbatch.ray.replica.serve_replicas import (
     remove_errors,
     remove_report,
 )
+from cppbatch.ray.replica.set import LEASE_PERIOD_S
 from cppbatch.setting import INT32_MAX
 from cppbatch.sizing.fit_again import refit
 
@@ -59,8 +60,6 @@ def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **o
 
 log = logging.getLogger("cppbatch.ray")
 
-_LEASE_PERIOD_S = 4.0
-
 
 class EngineReplica(ReplicaEngine):
     """The class of the deployment."""
@@ -87,7 +86,7 @@ class EngineReplica(ReplicaEngine):
         """Ends the requests of fronts that were killed."""
         watch = LeaseWatch()
         while True:
-            await asyncio.sleep(_LEASE_PERIOD_S)
+            await asyncio.sleep(LEASE_PERIOD_S)
             try:
                 expired = await asyncio.to_thread(watch.find_expired, self.fronts)
             except Exception as error:

@@ -14,6 +14,9 @@ from cppbatch.cluster.engines.client import WorkerLive
 from cppbatch.cluster.prefix_router import Prefix
 from cppbatch.ray.messages import decode_live
 
+LEASE_PERIOD_S = 4.0
+"""Between two renewals of a front's lease, which is lost after five of them."""
+
 
 class ReplicaLost(Exception):
     """The replica of a call has died or cannot be reached. The message gives the reason."""

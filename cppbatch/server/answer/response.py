@@ -131,9 +131,6 @@ def raise_failure(event: GenerationEvent) -> None:
         raise EngineClosed("the server is shutting down")
 
 
-_LARGE = 20_000  # values; larger responses are built on another thread, so that other requests do not wait
-
-
 class PreparedRequest(msgspec.Struct, frozen=True):
     """The engine requests of one HTTP request, and how its response is built."""
 
@@ -159,7 +156,8 @@ class PreparedRequest(msgspec.Struct, frozen=True):
                     observe(index, event)
                     self.builder.record(index, event)
                     completions[index].append(event)
-            if sum(map(_size, completions)) <= _LARGE:
+            # larger responses are built on another thread, so that other requests do not wait
+            if sum(map(_size, completions)) <= 20_000:
                 return self.builder.build(completions)
             return await asyncio.to_thread(self.builder.build, completions)
 

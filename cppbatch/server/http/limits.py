@@ -10,8 +10,6 @@ from cppbatch.setting import INT32_MAX
 
 MAX_CHOICES = 128
 
-_MAX_PROMPTS = 65_536
-
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The fields are named after the flags. Raises `ConfigError` for values out of range."""
@@ -45,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         self._check("max_media", 0, 1024)
         self._check("max_media_mb", 1, 4096)
         self._check("max_n", 1, MAX_CHOICES)
-        self._check("max_prompts_per_batch", 1, _MAX_PROMPTS)
+        self._check("max_prompts_per_batch", 1, 65_536)
         self._check("max_concurrent", 0, INT32_MAX)
         self._check("max_concurrent_per_key", 0, INT32_MAX)
         self._check("idle_timeout", 0.1, 86400)
