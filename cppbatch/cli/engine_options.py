@@ -648,7 +648,7 @@ def _wait_for_rpc_workers(config: EngineConfig) -> None:
 
 def _watching_memory(deployment: Deployment, asked: EngineConfig, *, memory_check: bool) -> Deployment:
     from cppbatch.sizing.fit_again import refit
-    from cppbatch.sizing.sizes import memory_shortage
+    from cppbatch.sizing.memory_check import memory_shortage
 
     return msgspec.structs.replace(
         deployment, refit=refit(asked), memory_shortage=memory_shortage if memory_check else None

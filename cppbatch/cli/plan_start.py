@@ -12,15 +12,17 @@ from cppbatch.cli.output import format_bytes, format_count
 from cppbatch.config import CPU_PARTS, EngineConfig, available_threads
 from cppbatch.errors import ModelError
 from cppbatch.models.attention_times import RequestSizes
-from cppbatch.models.inspect import ModelFacts, describe_draft, encoded_media, inspect_model
+from cppbatch.models.draft_files import describe_draft
+from cppbatch.models.inspect import ModelFacts, encoded_media, inspect_model
 from cppbatch.sizing.attention import ATTENTION, plan_attention
 from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
 from cppbatch.sizing.machine import free_host_memory
+from cppbatch.sizing.memory_check import Engines, Planned, check_planned, first_ample
 from cppbatch.sizing.placement import describe_speeds
 from cppbatch.sizing.profile import profile_path
 from cppbatch.sizing.profile import use_profile as with_profile
-from cppbatch.sizing.sizes import SIZES, Engines, Planned, candidates_for, check_planned, first_ample
+from cppbatch.sizing.sizes import SIZES, candidates_for
 
 
 def plan_start(

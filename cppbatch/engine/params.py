@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
-from cppbatch.chat.lark_grammar import MAX_GRAMMAR, LazyGrammar
+from cppbatch.chat.escaped_lark import MAX_GRAMMAR
+from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema import compact_schema

@@ -20,8 +20,9 @@ import numpy as np
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.durable_files import move_into_place, storage_error
-from cppbatch.jobs.input.format import InputFormat, LineReader, RequestBuilder, field_text
+from cppbatch.jobs.input.format import InputFormat, LineReader, field_text
 from cppbatch.jobs.input.parquet import ParquetInput, import_pyarrow, python_values
+from cppbatch.jobs.input.request_builder import RequestBuilder
 from cppbatch.jobs.input.tables import CsvInput
 from cppbatch.jobs.job_request import Json, RejectedLine
 

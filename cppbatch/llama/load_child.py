@@ -10,7 +10,7 @@ import numpy as np
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Batch, Context, Model
-from cppbatch.models.inspect import row_kind
+from cppbatch.models.draft_files import row_kind
 
 _OVERRIDE = "--override-kv="
 _N_TOKENS = 2  # of a prompt, before one more

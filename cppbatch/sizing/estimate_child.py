@@ -42,9 +42,9 @@ from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, HeadContext, Model, RpcConnections
 from cppbatch.llama.backend_sampling import device_sampling
+from cppbatch.models.draft_files import DraftFile
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
-from cppbatch.models.inspect import DraftFile
 from cppbatch.rpc_endpoint import parse_endpoint
 from cppbatch.sizing.buffers import MAPPED, Buffer, Owner, read_buffers, weight_buffers
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, read_sequence_memory

@@ -17,8 +17,9 @@ from cppbatch.errors import EstimateFailed, OutOfMemory
 from cppbatch.sizing.demand import MARGIN, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import PLACED, placements
-from cppbatch.sizing.sizes import LEAST_CELLS_EACH, SIZES, memory_shortage
+from cppbatch.sizing.memory_check import memory_shortage
+from cppbatch.sizing.placement import LEAST_CELLS_EACH, PLACED, placements
+from cppbatch.sizing.sizes import SIZES
 
 if TYPE_CHECKING:
     from cppbatch.cluster.engines.supervisor import Refit

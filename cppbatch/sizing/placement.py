@@ -37,8 +37,8 @@ PLACED = (
 """The settings that a placement chooses, besides the sizes."""
 LEAST_CELLS = 4096
 """Cells of a model that its devices cannot hold, unless -c or -fitc is given; as with llama-server."""
-CELLS_EACH = 1024
-"""Cells of a sequence: usually enough for a prompt and its answer."""
+CELLS_EACH, LEAST_CELLS_EACH = 1024, 512
+"""Cells of a sequence: usually enough for a prompt and its answer; fewer than the second number are of little use."""
 _OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the CPU that are copied to it (`op_offload`)
 _CLEARLY = 1.3
 """Devices that are this much faster than others are filled first."""
@@ -50,6 +50,7 @@ _UNKNOWN = {
 """A desktop's CPU and GPU, if theirs cannot be timed."""
 
 Engines = Callable[[EngineConfig], list[EngineConfig]]
+"""Returns the settings of every engine that will run, one per worker."""
 
 
 class Speeds(NamedTuple):

@@ -280,7 +280,7 @@ def test_functions_missing_in_the_library_are_one_line_in_the_log(
 
 
 def test_an_unsupported_architecture_is_named(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cppbatch.models.inspect.USABLE_HEADS", frozenset())
+    monkeypatch.setattr("cppbatch.models.draft_files.USABLE_HEADS", frozenset())
     with pytest.raises(ModelError, match=r"unsupported architecture \(hy_v3\)"):
         runtimes.uses_head(EngineConfig(str(models["right"]), spec="mtp"))
     assert not runtimes.uses_head(EngineConfig(str(models["right"])))

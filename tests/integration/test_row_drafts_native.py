@@ -35,7 +35,8 @@ from cppbatch.llama import (
     Model,
     library,
 )
-from cppbatch.models.inspect import TARGETS, inspect_model, read_draft_file
+from cppbatch.models.draft_files import TARGETS, read_draft_file
+from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import LlamaShape, byte_vocab
 from cppbatch.sizing.buffers import read_engine_buffers
 from cppbatch.sizing.estimate import estimate_memory

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.disk.folder import DiskPrefix, PrefixFolder, PrefixIndex
+from cppbatch.engine.disk.folder import PrefixFolder
+from cppbatch.engine.disk.prefix_index import DiskPrefix, PrefixIndex
 from cppbatch.engine.disk.slots import Footer, StateKey
 from cppbatch.engine.kv.cached_prefix import CachedPrefix, Salt
 from cppbatch.engine.kv.prefix_tier import TierCounts, TierLimits

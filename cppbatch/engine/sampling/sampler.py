@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from cppbatch.engine.grammar.structured_output import GrammarMasks
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.engine.sampling.chain_sampling import (
-    ChainSampler,
+from cppbatch.engine.sampling.chain_sampling import ChainSampler
+from cppbatch.engine.sampling.logit_processing import (
+    Logits,
+    Row,
     apply_bans_and_biases,
     apply_penalties,
     run_logits_processors,
@@ -32,8 +34,6 @@ from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError
 from cppbatch.llama import BackendSampling
 
-Logits = npt.NDArray[np.float32]
-Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _NO_ID = np.iinfo(np.int32).max

@@ -29,7 +29,7 @@ from cppbatch.llama import (
     why_no_heads,
     why_no_layer_rows,
 )
-from cppbatch.models.inspect import ASSISTANT, NAMES, DraftFile, RowKind, draft_heads, read_draft_file, row_kind
+from cppbatch.models.draft_files import ASSISTANT, NAMES, DraftFile, RowKind, draft_heads, read_draft_file, row_kind
 
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:

@@ -7,19 +7,15 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.ngram_index import (
+from cppbatch.engine.speculation.match_acceptance import (
     MOST_DOUBT,
     MOST_LENGTH,
-    ORDERS,
     Agreement,
-    Hashes,
-    IndexedText,
     MatchAcceptance,
-    NgramIndex,
     Source,
     after,
-    hash_arrays,
 )
+from cppbatch.engine.speculation.ngram_index import ORDERS, Hashes, IndexedText, NgramIndex, hash_arrays
 from cppbatch.engine.speculation.proposer import Draft
 
 _AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond

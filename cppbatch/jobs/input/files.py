@@ -10,15 +10,8 @@ from typing import IO, NamedTuple
 
 from cppbatch.errors import ConfigError, UnreadableFile, name_first
 from cppbatch.extras import require
-from cppbatch.jobs.input.format import (
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineError,
-    RequestBuilder,
-    check_text,
-    is_unicode,
-    unreadable_file,
-)
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, is_unicode, unreadable_file
+from cppbatch.jobs.input.request_builder import LineError, RequestBuilder, check_text
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.pdf_text import MAX_PDF_BYTES, PDF_HEADER, pdf_text
 from cppbatch.regular_files import open_regular

@@ -7,15 +7,8 @@ from typing import Any
 
 from cppbatch.errors import ConfigError
 from cppbatch.extras import require
-from cppbatch.jobs.input.format import (
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineError,
-    RequestBuilder,
-    TableColumns,
-    table_columns,
-    unreadable_file,
-)
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, TableColumns, table_columns, unreadable_file
+from cppbatch.jobs.input.request_builder import LineError, RequestBuilder
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.regular_files import open_regular
 

@@ -8,16 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.input.format import (
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineError,
-    LineReader,
-    RequestBuilder,
-    check_text,
-    describe_non_text,
-    table_columns,
-)
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, LineReader, describe_non_text, table_columns
+from cppbatch.jobs.input.request_builder import LineError, RequestBuilder, check_text
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 
 _SEPARATOR_LINE = re.compile(r'"?sep=([^\s"\0]|\t)"?\s*', re.IGNORECASE)
