@@ -152,9 +152,6 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
-# --- in the child ----------------------------------------------------------------------------------------------------
-
-
 _released = threading.Event()
 
 

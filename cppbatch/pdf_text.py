@@ -44,9 +44,6 @@ def pdf_text(data: bytes) -> str:
     return text
 
 
-# --- in the child ----------------------------------------------------------------------------------------------------
-
-
 def _limit_memory() -> None:
     if sys.platform != "win32":
         import resource

@@ -35,10 +35,6 @@ def loading_bar(fraction: Callable[[], float]) -> Iterator[None]:
             follower.join()
 
 
-# --- formats ---------------------------------------------------------------------------------------------------------
-# Numbers of weights and sizes of files, for lines and tables.
-
-
 def format_count(n: int) -> str:
     """A number of weights: 135M, 8.0B."""
     if n < 10**6:

@@ -81,10 +81,6 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
         say("optional: `cppbatch tune` finds the fastest settings for this model, in up to 5 minutes (no profile yet)")
 
 
-# --- start lines -----------------------------------------------------------------------------------------------------
-# The lines that `serve`, `generate` and `batch` print before they load a model: what runs where, in which memory.
-
-
 def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate | None) -> str:
     """The model with the number and type of its weights, and the devices that run it.
 

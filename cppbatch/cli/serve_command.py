@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from cppbatch.server.settings import ServerSettings
 
 
-# --- ray options -----------------------------------------------------------------------------------------------------
-# Options of `cppbatch serve` for a Ray cluster.
-
-
 _LOCAL = "local"  # `ray_cluster.LOCAL`, not imported because --help does not need that package
 
 _OPTIONS = [
@@ -119,9 +115,6 @@ def ray_options(command: Command) -> Command:
 def _is_given(name: str) -> bool:
     source = click.get_current_context().get_parameter_source(name)
     return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-
-
-# --- serve command ---------------------------------------------------------------------------------------------------
 
 
 COMMON = (

@@ -237,10 +237,6 @@ class ChatFormats:
         chat.token_ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
 
 
-# --- assistant output ------------------------------------------------------------------------------------------------
-# Parses an assistant message during generation: engine events to deltas of text, reasoning and tool calls.
-
-
 FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]
 
 _FINISH_REASONS: dict[FinishReason, FinishReasonName] = {

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# --- offline ---------------------------------------------------------------------------------------------------------
 # Offline inference: `generate`, `stream`, `map`, `embed` and others of `BatchInferenceEngine`.
 #
 # Each of these methods queues sequences, steps until they have ended, and collects their events. Other requests of the
@@ -540,10 +539,6 @@ def _error_completion(error: InvalidRequest) -> Completion:
         prompt_tokens=0, completion_tokens=0, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0
     )
     return Completion(text="", tokens=[], finish_reason=FinishReason.ERROR, usage=usage, seed=0, error=str(error))
-
-
-# --- progress line ---------------------------------------------------------------------------------------------------
-# The progress line of `generate`, `chat`, `embed` and `map` on stderr.
 
 
 class ProgressLine:

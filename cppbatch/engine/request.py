@@ -412,10 +412,6 @@ class Mapped(msgspec.Struct, frozen=True):
     """For a prompt that cannot run, the finish reason is `error`, and `error` starts with the invalid field."""
 
 
-# --- best of ---------------------------------------------------------------------------------------------------------
-# Several completions of one prompt: `n`, and the best `n` of `best_of`.
-
-
 def n_candidates(n: int, best_of: int | None) -> int:
     """The number of completions to generate per prompt. Raises `InvalidRequest`."""
     if n < 1:

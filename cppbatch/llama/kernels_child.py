@@ -109,7 +109,6 @@ def _seconds(context: Context, rows: int) -> float:
     return _clock() - start
 
 
-# --- encode ----------------------------------------------------------------------------------------------------------
 # ggml's own conversion of floats to its weight types: it supports all of them, many more than the gguf package.
 
 

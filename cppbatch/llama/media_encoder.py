@@ -280,7 +280,6 @@ def _reason(lines: list[str]) -> str:
     return lines[-1].removeprefix("mtmd_init_from_file: ").removeprefix("error: ").partition("\n")[0]
 
 
-# --- projector tensors -----------------------------------------------------------------------------------------------
 # The tensors that a projector file needs. Without some of them llama.cpp crashes, or silently computes nonsense.
 
 

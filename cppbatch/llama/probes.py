@@ -118,7 +118,6 @@ def _continue(context: Context, tokens: npt.NDArray[np.int32], position: int, se
     return row
 
 
-# --- sampling on the device ------------------------------------------------------------------------------------------
 # Tried in a child process with a tiny model: a driver may crash when it compiles the kernels.
 
 

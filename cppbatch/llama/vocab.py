@@ -362,7 +362,6 @@ def _has_all_bytes(handle: Any) -> bool:
     return False
 
 
-# --- text splitting --------------------------------------------------------------------------------------------------
 # Splits a long text into parts that tokenise to the same tokens as the whole text.
 #
 # llama.cpp first splits a text at special tokens, in a linked list that it walks from the head for every token found

@@ -146,7 +146,6 @@ def child_command() -> list[str]:
     return child_processes.child_command("cppbatch.llama.attention_child")
 
 
-# --- request sizes ---------------------------------------------------------------------------------------------------
 # Kept when an engine ends, so that later starts can choose attention for them.
 
 

@@ -136,10 +136,6 @@ def _load_ms(
     return ms
 
 
-# --- measured gain ---------------------------------------------------------------------------------------------------
-# From how many sequences on a model gains by batches on this machine, and which types of weights gain earlier.
-
-
 LEAST_GAIN = 1.2
 """Times the tokens/s of one sequence. Two measurements of one setting on a busy machine differ by nearly as much."""
 

@@ -246,10 +246,6 @@ def _wrong_blocks(draft: _File) -> Iterator[str]:
         yield f"its mask token is {mask} (tokenizer.ggml.mask_token_id)"
 
 
-# --- draft heads -----------------------------------------------------------------------------------------------------
-# The draft heads that a model's file contains (MTP: multi-token prediction), and whether they can be used.
-
-
 USABLE_HEADS = frozenset(
     {"cohere2moe", "deepseek2", "deepseek32", "glm-dsa", "glm4moe", "hy_v3", "mimo2", "qwen35", "qwen35moe"}
 )

@@ -163,7 +163,6 @@ def interpolate(at: float, points: Mapping[int, float]) -> float:
     return points[low] + (points[high] - points[low]) * min(1.0, (at - low) / (high - low))
 
 
-# --- repacking -------------------------------------------------------------------------------------------------------
 # Whether repacked weights are faster for an engine, according to this CPU's kernel times.
 #
 # llama.cpp repacks some types of weights, so that its kernels read several rows of a matrix at once. That helps a

@@ -322,7 +322,6 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-# --- part folders ----------------------------------------------------------------------------------------------------
 # Hidden folders for files that are not complete yet. What a killed process has left is removed by the next one.
 
 

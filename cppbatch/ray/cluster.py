@@ -259,7 +259,6 @@ def _connection_error(address: str, error: Exception, log_file: Path) -> str:
     return f"the Ray cluster at {address} cannot be joined: {text[:500]}. {more}"
 
 
-# --- front records ---------------------------------------------------------------------------------------------------
 # Records of what each `cppbatch serve --ray` of this user has started on this machine, in files that persist if the
 # process is killed.
 

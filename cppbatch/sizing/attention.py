@@ -153,10 +153,6 @@ def _format_flags(attention: Attention) -> str:
     return f"-fa {attention.flash_attn} -ctk {attention.k} -ctv {attention.v}"
 
 
-# --- cache quality ---------------------------------------------------------------------------------------------------
-# Measured effects of KV cache types on a model's output.
-
-
 Types = tuple[CacheType, CacheType]
 """The types of keys and values."""
 TYPES: tuple[Types, ...] = (

@@ -25,10 +25,6 @@ from cppbatch.models.find import model_parts
 from cppbatch.models.kernels import times_path
 from cppbatch.sizing.buffers import Buffer
 
-# --- sequence memory -------------------------------------------------------------------------------------------------
-# The memory of a sequence and of a checkpoint: from llama.cpp's log of creating a context.
-
-
 _CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*\d+/(\d+) seqs\)")
 _STATES = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,.* seqs\s+(\d+) rs_seq\)")
 _OTHER_STATES = re.compile(r"DSV4 \S+ state buffer size =\s*([\d.]+) MiB")
@@ -77,9 +73,6 @@ def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int)
         window_token_bytes=window_token_bytes,
         state_bytes=round(state_bytes),
     )
-
-
-# --- memory estimate -------------------------------------------------------------------------------------------------
 
 
 class Device(msgspec.Struct, frozen=True):

@@ -56,10 +56,6 @@ class SaveCost:
             self._save_s += (NEW_TIME_WEIGHT if self._save_s else 1.0) * (seconds / n - self._save_s)
 
 
-# --- on disk ---------------------------------------------------------------------------------------------------------
-# Learns from reads and writes whether reading a prefix from this disk is faster than recomputing it.
-
-
 class DiskCost:
     """Compares reading states with recomputing their tokens.
 

@@ -338,10 +338,6 @@ def _random_keys(sequences: list[Seq], rows: list[int]) -> UInt64:
     return random_bits(seeds, np.array([sequences[i].n_generated for i in rows], np.uint64))
 
 
-# --- pooler ----------------------------------------------------------------------------------------------------------
-# For embedding models and rerankers: reads vectors after a step, as `Sampler` reads logits.
-
-
 class Vectors(Protocol):
     """The part of a context that returns vectors (`cppbatch.llama.Context`)."""
 

@@ -70,7 +70,6 @@ class ModelProposer(Proposer, Protocol):
         ...
 
 
-# --- grammar proposer ------------------------------------------------------------------------------------------------
 # Drafts the text that a grammar forces.
 #
 # Example: after `{"name": "Ada", ` a JSON schema allows only `"born_in": "`. These bytes are tokenised and drafted. The

@@ -168,9 +168,6 @@ def _may_draft(sequence: Seq) -> bool:
     return is_text and not sequence.adapters and sequence.params.speculate and sequence.max_new > 1
 
 
-# --- hidden rows ------------------------------------------------------------------------------------------------------
-
-
 def most_rows(n_parallel: int, n_row: int) -> int:
     """How many hidden rows of each sequence are kept at most, of `n_row` numbers each."""
     return min(max(MOST_BYTES // (4 * n_parallel * n_row), _LEAST_ROWS), _MOST_ROWS)

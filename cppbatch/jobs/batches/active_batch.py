@@ -429,10 +429,6 @@ def _now() -> int:
     return int(time.time())
 
 
-# --- batch validation ------------------------------------------------------------------------------------------------
-# Reads and validates the input file of a batch.
-
-
 _PROMPT_ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
 _LINES_PER_PAUSE, _PAUSE_S = 256, 0.0002
 

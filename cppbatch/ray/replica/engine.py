@@ -126,10 +126,6 @@ class ReplicaEngine:
             raise CppBatchError(f"the engine has {health.status}: {health.error}")
 
 
-# --- stream group ----------------------------------------------------------------------------------------------------
-# The streams that a replica has open for one front. One of them carries the events of all.
-
-
 class _Stream:
     def __init__(self) -> None:
         self.wake = asyncio.Event()

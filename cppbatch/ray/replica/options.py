@@ -137,10 +137,6 @@ def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | Non
     )
 
 
-# --- node model ------------------------------------------------------------------------------------------------------
-# The model file on the node of a replica: nodes may keep it in different folders.
-
-
 def model_on_this_node(path: str) -> str:
     """The file itself, or one with its name in this node's models folder, or the default model, downloaded if
     necessary.

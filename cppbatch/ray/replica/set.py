@@ -68,10 +68,6 @@ class ReplicaSet(Protocol):
         """Ends the connection of a front; the replicas keep running."""
 
 
-# --- live replicas ---------------------------------------------------------------------------------------------------
-# The current activity of the replicas, as last reported.
-
-
 log = logging.getLogger("cppbatch.ray")
 
 

@@ -104,10 +104,6 @@ def _resources(details: object) -> str:
     return f"it needs {' and '.join(parts)} on one machine"
 
 
-# --- serve details ---------------------------------------------------------------------------------------------------
-# Ray Serve's view of a deployment: its replicas with their state, process and machine.
-
-
 def deployment_details(application: str, deployment: str) -> Any:
     """The `ray.serve.schema.DeploymentDetails` of a deployment, with its replicas; None if it does not exist.
 

@@ -310,7 +310,6 @@ def max_connections() -> int:
     return max(1, min(_MAX_CONNECTIONS, soft - 200))
 
 
-# --- peer probe ------------------------------------------------------------------------------------------------------
 # Finds out whether a client that has closed its sending side still reads (`nc -N`, some proxies), or is gone.
 #
 # TCP does not distinguish the two: the client will send nothing more. But data sent to a client that is gone is
