@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cppbatch.cli.engine_options import (
-    Command,
-    Option,
-    deployment_options,
-    engine_options,
-    profile_and_memory_options,
-    with_options,
-)
+from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.engine_options import Command, Option, engine_options, profile_and_memory_options, with_options
 from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options

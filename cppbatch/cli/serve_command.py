@@ -13,10 +13,9 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from cppbatch.cli.deployment_options import CountRange, deployment_options
 from cppbatch.cli.engine_options import (
     Command,
-    CountRange,
-    deployment_options,
     engine_options,
     given_settings,
     option,

@@ -15,17 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from cppbatch.cluster.link import (
-    LAST_WORDS,
-    FromWorker,
-    Hello,
-    ServerLink,
-    SharedStatus,
-    Stop,
-    ToWorker,
-    WorkerSetup,
-    can_use_files,
-)
+from cppbatch.cluster.link import LAST_WORDS, FromWorker, Hello, SharedStatus, Stop, ToWorker, WorkerSetup
+from cppbatch.cluster.sockets import ServerLink, can_use_files
 from cppbatch.cluster.worker.process import WorkerProcess, worker_process
 from cppbatch.config import EngineConfig
 from cppbatch.errors import says_out_of_memory, shorten
