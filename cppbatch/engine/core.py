@@ -14,6 +14,7 @@ from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces
 from cppbatch.engine.kv.layout_policy import LayoutPolicy, LayoutSwitch
 from cppbatch.engine.kv.pool import KVPool
+from cppbatch.engine.kv.sharing import SHARING
 from cppbatch.engine.observe.live_state import LiveEngine, live_engine
 from cppbatch.engine.observe.metrics import EngineParts, EngineStats, Metrics
 from cppbatch.engine.observe.trace import Trace
@@ -614,6 +615,6 @@ def _speculator(config: EngineConfig, runtime: Runtime) -> Speculator | None:
 def _open_disk(config: EngineConfig, runtime: Runtime, key: StateKey, budgets: StepBudgets) -> DiskPrefixes | None:
     """Raises `ConfigError` if the folder is not writable."""
     where = disk_folder(config.prefix_cache_disk)
-    if where is None or runtime.info.pooling or runtime.sharing == "none":
+    if where is None or runtime.info.pooling or not SHARING[runtime.sharing].reuses:
         return None
     return DiskPrefixes(PrefixFolder(*where), key, budgets.prompt_token_s)

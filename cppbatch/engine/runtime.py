@@ -37,6 +37,7 @@ from cppbatch.engine.kv.layout import (
 )
 from cppbatch.engine.kv.memory import Memory
 from cppbatch.engine.kv.prefix_memory import CACHED_SHARE
+from cppbatch.engine.kv.sharing import SHARING
 from cppbatch.engine.load_check import check_loads, check_projector
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media.input import MediaInput
@@ -404,8 +405,8 @@ def _open_runtime(
     )
     if not switches(config, model):
         return runtime
-    shares_cells = sharing in ("cells", "copy")  # probed when the engine changes to the unified layout
-    n_cached = round(share * unified_cells(config)) if shares_cells and not model.on_gpu else None
+    shares_prefixes = SHARING[sharing].shares_prefixes  # the unified layout is only probed when it is used
+    n_cached = round(share * unified_cells(config)) if shares_prefixes and not model.on_gpu else None
     layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), n_cached)
     return replace(runtime, layouts=layouts)
 

@@ -11,6 +11,7 @@ import msgspec
 from cppbatch.config import DRAFT_MODELS, EngineConfig, Speculation, available_threads, setting_name
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.layout import choose_flash_attn
+from cppbatch.engine.kv.sharing import SHARING
 from cppbatch.engine.speculation.chain_proposer import ChainProposer
 from cppbatch.engine.speculation.dflash_proposer import DFlashProposer
 from cppbatch.engine.speculation.draft_model import DraftModel, DraftModelProposer
@@ -121,7 +122,8 @@ def open_draft_model(
     engine's. Raises `ModelError` or `LlamaError`."""
     check_draft_model(draft, target)
     context = make_draft_context(config, draft)
-    if (sharing := probe_prefix_sharing(context)) != "cells":
+    sharing = probe_prefix_sharing(context)
+    if not SHARING[sharing].shares_any_cells:
         raise ModelError(
             f"{draft.path.name} cannot be used as a draft model (-md): its sequences cannot share and remove KV cells "
             f"(found: {sharing})"
