@@ -7,7 +7,7 @@ speed and acceptance are those of a real model of this size, and the text is kno
 
     .venv/bin/python scripts/bench_draft_head.py PEERS/llama-server [--acceptance 60,80,100] [-B 1,4,16] [--turns 3]
 
-A shared machine changes by a tenth from turn to turn. Engines that step in turns show more exactly what the head gains:
+A shared machine changes by a tenth from turn to turn. Engines that step alternately show the gain more exactly:
 
     .venv/bin/python scripts/bench_draft_head.py --models FOLDER --acceptance 80
     .venv/bin/python scripts/bench_steps_in_turns.py --cycle -m FOLDER/head-80.gguf -B 4 off=. mtp='.:{"spec": "mtp"}'

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Batch jobs: their speed compared with the engine, and a million lines of input.
 
-throughput: 300 prompts by `BatchInferenceEngine.generate` and by a job (worker process, ledger, files), in turns.
+throughput: 300 prompts by `BatchInferenceEngine.generate` and by a job (worker process, ledger, files), alternately.
 Prints the median tokens/s of both and the median ratio. Loading and freeing the model does not count.
 input: a file of a million requests. Prints the time to the first result and the memory of the command, and the time and
 peak memory of reading the whole file into a ledger.

@@ -3,7 +3,7 @@
     python scripts/bench_llama_cpp_python.py [-m MODEL.gguf] [--turns 5] [--threads 16] [--max-tokens 64]
         [--compute-threads N]
 
-Each figure is from a process of its own, both classes in turns; the table has medians, and the ratio of each turn.
+Each figure is from a process of its own, both classes alternately; the table has medians, and the ratio of each turn.
 The threads of llama_cpp.Llama wait for each other at a lock, since its object answers one request at a time.
 """
 

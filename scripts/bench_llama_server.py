@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""cppbatch serve beside llama-server under the same load, in turns: tokens/s, TTFT, inter-token times, failures.
+"""cppbatch serve beside llama-server under the same load, alternately: tokens/s, TTFT, inter-token times, failures.
 
 For each load llama-server first runs with unified cells and with a stream for each sequence, with and without flash
 attention and with smaller cache types, and the fastest flags are kept. Then both servers run, and each turn measures
@@ -267,7 +267,7 @@ def fastest(speeds: dict[str, float]) -> str:
 
 
 def measure_commands(generator: Generator, commands: dict[str, list[str | Path]], n_requests: int) -> dict[str, float]:
-    """Starts llama-server with each command and measures all of them in turns. Returns the tokens/s by flags."""
+    """Starts llama-server with each command and measures all of them alternately. Returns the tokens/s by flags."""
     with contextlib.ExitStack() as servers:
         urls = {flags: servers.enter_context(running_server(command)).url for flags, command in commands.items()}
         turns = [generator.measure(urls, seed, n_requests) for seed in range(FIND_TURNS)]

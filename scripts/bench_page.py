@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What open pages cost: tokens/s of `cppbatch bench serve` without pages, and beside pages in real browsers, in turns.
+"""What open pages cost: tokens/s of `cppbatch bench serve` without pages, and beside pages in browsers, alternately.
 
 Each turn measures a server in every state, in changing order: alone, beside 5 programs that read GET /live, beside 5
 browsers with an idle page (the Chat tab), and beside 5 browsers with the Live tab. The ratio is the median of the

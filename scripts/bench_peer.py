@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Decode speed of the engine compared with llama-batched-bench, llama.cpp's own loop in C++, in turns.
+"""Decode speed of the engine compared with llama-batched-bench, llama.cpp's own loop in C++, alternately.
 
 Each turn runs both in new processes, for one KV layout and all batch sizes. The ratio is the median of the turns.
 PEERS is a folder with llama-batched-bench, built from the library's version of llama.cpp with the same flags.

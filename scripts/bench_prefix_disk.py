@@ -5,7 +5,7 @@ Restart: a server computes a long prompt, is killed when the prefix is on disk, 
 first token of the first request, without the folder and with it, and whether the texts are equal (with float weights
 they must be). `--cold` empties the page cache of the files first.
 
-Load: clients send distinct prompts to a server without the folder and to one with it, in turns: tokens/s.
+Load: clients send distinct prompts to a server without the folder and to one with it, alternately: tokens/s.
 
     .venv/bin/python scripts/bench_prefix_disk.py [-m model.gguf] [--tokens 6000] [--repeats 3] [--cold]
     .venv/bin/python scripts/bench_prefix_disk.py --load [-m model.gguf] [--tokens 600] [--turns 6] [--requests 32]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The engine beside OpenVINO GenAI and mistral.rs, without servers: the mixed load of `cppbatch bench serve`.
 
-Each program is a process of its own, with the Python of an environment that has its package, and all run in turns. As
+Each program is a process, with the Python of an environment that has its package, and all run alternately. As
 soon as a request has ended, the next one is added, so that the same number of them is always running.
 
     python3 -m venv ~/openvino && ~/openvino/bin/pip install openvino-genai

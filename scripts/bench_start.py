@@ -3,7 +3,7 @@
 
 .venv/bin/python scripts/bench_start.py -m model.gguf [--repeats 7] [--llama-server PATH] [-- more flags of serve]
 
-Both servers start in turns, with the same number of sequences and KV cells. The first start of each is not counted: it
+Both servers start alternately, with the same number of sequences and KV cells. The first start of each is left out: it
 brings the files into the file cache, and finds out what is cached about the model. The parts are measured in processes
 of their own, one part after the other; in a server those of the worker run beside those of the server process.
 """
@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, help="GGUF file; without it the default model")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--llama-server", type=Path, help="the program of llama.cpp to start in turns with ours")
+    parser.add_argument("--llama-server", type=Path, help="the program of llama.cpp to start alternately with ours")
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 """Decode speed at every batch size beside the next multiple of four: where do the kernels compute rows in tiles?
 
 Kernels that compute rows in tiles of 4 and 16 take as long for 15 rows as for 16, or longer, as the rows of an
-incomplete tile may be computed one by one. The sizes are measured in turns on one engine for each KV layout. `of its
+incomplete tile may be computed one by one. The sizes are measured alternately on one engine for each KV layout. `of its
 share` is tokens/s relative to that many rows of the next tile's step: 1 where both steps take equally long.
 
     .venv/bin/python scripts/bench_tiles.py [-m model.gguf] [-B 3,7,11,13,15] [--turns 5]

@@ -118,7 +118,7 @@ class Turns:
             self._inside.value = False
 
     def until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> None:
-        """Returns once `is_done`. Until then, calls `step` in turns, except while other threads do."""
+        """Returns once `is_done`. Until then, calls `step`, except while other threads do."""
         while not is_done():
             with self._mark_inside(), self._changed:
                 while self._n_taken > self._n_ended and not is_done():

@@ -78,7 +78,7 @@ def measure_step_times(engine: BatchInferenceEngine, *, name: str, source: str, 
     counts = [n for n in _ROWS if n <= engine.config.n_parallel]
     most = counts[-1]
     rows, pieces, long = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list), []
-    for _ in range(_TURNS):  # in turns: another program that takes the cores for a while disturbs all sizes alike
+    for _ in range(_TURNS):  # alternately: another program that takes the cores for a while disturbs all sizes alike
         for n in counts:
             rows[n] += [step.seconds for step in generate(engine, n, 16) if step.is_rows(n)]
         for n in _PIECES:
