@@ -16,7 +16,7 @@ _MIN_PIECE_TOKENS = 4  # a prompt always makes progress
 _SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 6.0, "throughput": 1e9}
 """Time that prompts may add to a step, in multiples of a step without prefill. Guarantee for `latency`: at most twice
 that time is added to 95% of the steps."""
-_WHOLE_BUDGETS = 2  # budgets that whole prompts may take in one step, with `balanced` ...
+_WHOLE_PROMPT_BUDGETS = 2  # budgets that whole prompts may take in one step, with `balanced` ...
 _REFRESH_STEPS = 16  # steps with prefill; then one without measures the current time of decoding alone
 _PROMPT_WEIGHT = 8  # decoding sequences that an additional prompt outweighs: many prompts mean many late first tokens
 _BACKGROUND_S = 0.2  # time of background prompts in a step, since a new request waits for the end of the step
@@ -51,7 +51,7 @@ class StepBudget:
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
-        self._whole = _WHOLE_BUDGETS if prefer == "balanced" and target_s is None else 1
+        self._whole = _WHOLE_PROMPT_BUDGETS if prefer == "balanced" and target_s is None else 1
         self._quiet_level = 0.0
         """Like the level of `cost`, but hardly changes while prompts are being computed. Their cells slow decoding
         down, which must not be a reason to slow it down further. 0: not known yet."""

@@ -369,9 +369,11 @@ def _has_all_bytes(handle: Any) -> bool:
 # can stop between two parts.
 
 
-_MIN_PART = 1024  # characters; less than half of _MAX_RUN, so that `split_long_runs` cuts no special token
-_MAX_RUN = 4000  # characters
-_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN},}}|(?<!\s)\s{{{_MAX_RUN},}}")
+_MIN_PART_CHARACTERS = (
+    1024  # characters; less than half of _MAX_RUN_CHARACTERS, so that `split_long_runs` cuts no special token
+)
+_MAX_RUN_CHARACTERS = 4000  # characters
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN_CHARACTERS},}}|(?<!\s)\s{{{_MAX_RUN_CHARACTERS},}}")
 """A run of non-space, or of space, characters that is too long for some BPE vocabularies: llama.cpp splits their text
 with std::wregex, which recurses for each character and overflows the stack. The lookbehind restricts matches to the
 start of a run; without it, a run of 3,999 characters would be scanned again from each of them."""
@@ -430,7 +432,9 @@ class SpecialTokenSplitter:
     def split(self, text: str) -> Iterator[str]:
         """The parts of a text, in order. A short text is one part."""
         start = 0
-        while len(text) - start > 2 * _MIN_PART and (cut := self._next_cut(text, start + _MIN_PART)):
+        while len(text) - start > 2 * _MIN_PART_CHARACTERS and (
+            cut := self._next_cut(text, start + _MIN_PART_CHARACTERS)
+        ):
             yield text[start:cut]
             start = cut
         yield text[start:]
@@ -454,7 +458,7 @@ def split_long_runs(text: str) -> Iterator[str]:
     """Splits a text so that no part contains a run of more than about 4,000 non-space, or space, characters."""
     start = 0
     for run in _LONG_RUN.finditer(text):
-        for cut in range(run.start() + _MAX_RUN, run.end() + 1, _MAX_RUN):
+        for cut in range(run.start() + _MAX_RUN_CHARACTERS, run.end() + 1, _MAX_RUN_CHARACTERS):
             yield text[start:cut]
             start = cut
     if start < len(text) or not start:

@@ -17,7 +17,7 @@ from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import KernelTimes, has_gpu, kernel_times
 from cppbatch.models.requantize import Matrix, copy_with, plan_auto, read_matrices
 
-_FEW = 4  # the fewest rows that are timed beside one
+_FEW_ROWS = 4  # the fewest rows that are timed beside one
 _NEARLY_EXACT = ("Q8_0", "BF16", "F16")  # that `requantize` writes of any model
 
 
@@ -78,13 +78,13 @@ def earlier_gain(path: Path, *, n_gpu_layers: int = -1) -> str | None:
     times = kernel_times([kind, *_NEARLY_EXACT])
     if kind not in times or (n_gpu_layers != 0 and has_gpu()):
         return None
-    cost = {name: each.ms[_FEW] / each.ms[1] for name, each in times.items()}
+    cost = {name: each.ms[_FEW_ROWS] / each.ms[1] for name, each in times.items()}
     best = min(cost, key=lambda name: cost[name])
     if cost[best] * 1.2 > cost[kind]:  # times of single kernels vary by a tenth
         return None
     return (
-        f"{best} weights batch better: {_FEW} rows of a matrix take {cost[best]:.1f} times as long as one, compared "
-        f"with {cost[kind]:.1f} times for this file's {kind}; a single row takes "
+        f"{best} weights batch better: {_FEW_ROWS} rows of a matrix take {cost[best]:.1f} times as long as one, "
+        f"compared with {cost[kind]:.1f} times for this file's {kind}; a single row takes "
         f"{times[best].ms[1] / times[kind].ms[1]:.1f} times as long (`cppbatch models requantize "
         f"{shlex.quote(str(path))} --type {best}`)."
     )

@@ -17,7 +17,7 @@ from cppbatch.server.http.connections import HEAD_SECONDS, Connection, Connectio
 
 _KEEPALIVE_SECONDS = 75  # between requests; longer than proxies usually keep idle connections
 _LINGER_SECONDS = 2  # keep reading after an early refusal, so that the client receives it
-_MAX_HEADER = 8190  # bytes of one header; a request may have 128
+_MAX_HEADER_BYTES = 8190  # bytes of one header; a request may have 128
 _SHUTDOWN_SECONDS = 2  # for the last responses to be sent
 
 
@@ -89,8 +89,8 @@ async def listen(
         auto_decompress=False,  # 0.3 MB may expand to 300 MB, so `admission_middleware` refuses compressed bodies
         keepalive_timeout=_KEEPALIVE_SECONDS,
         lingering_time=_LINGER_SECONDS,
-        max_line_size=_MAX_HEADER,
-        max_field_size=_MAX_HEADER,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()

@@ -40,7 +40,7 @@ LEAST_CELLS = 4096
 CELLS_EACH, LEAST_CELLS_EACH = 1024, 512
 """Cells of a sequence: usually enough for a prompt and its answer; fewer than the second number are of little use."""
 _OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the CPU that are copied to it (`op_offload`)
-_CLEARLY = 1.3
+_FASTER_DEVICE = 1.3
 """Devices that are this much faster than others are filled first."""
 _NO_TENSOR = "^$=CPU"  # an override that matches no tensor, and still counts as one
 _UNKNOWN = {
@@ -361,7 +361,7 @@ class _Search:
         """The GPUs of this machine, then RPC workers; clearly faster ones first."""
         kind = self._model.main_types[0]
         ms = {each.name: self._product_ms(each.name, kind, 1) for each in devices}
-        level = {name: round(math.log(each, _CLEARLY)) for name, each in ms.items()}
+        level = {name: round(math.log(each, _FASTER_DEVICE)) for name, each in ms.items()}
         return sorted(devices, key=lambda each: (not _is_gpu(each), level[each.name]))
 
     def best(self, config: EngineConfig, whole: Footprint) -> Iterator[Placement]:

@@ -61,8 +61,8 @@ def eager() -> Iterator[None]:
         for proposer in (HeadProposer, ChainProposer):
             patch.setattr(proposer, "seconds", lambda proposer, n, k: 0.0)
         patch.setattr(HeadProposer, "_is_worth_another", lambda proposer, n_expected, n_sequences: True)
-        patch.setattr(speculator, "_WORTH", 0.0)
-        patch.setattr(draft_model, "_LEAST_PROBABLE", 0.0)
+        patch.setattr(speculator, "_MIN_GAIN", 0.0)
+        patch.setattr(draft_model, "_MIN_PROBABILITY", 0.0)
         yield
 
 

@@ -37,7 +37,7 @@ _MAX_SAVED_UP_S = 0.1  # maximum unused part of that time
 _IDLE_S = 0.1  # idle time after which writing does not count as concurrent with requests
 _MAX_CANDIDATES = 512
 _TOUCH_EVERY_S = 10.0
-_PAUSE_S = 60.0  # without writing, after a file could not be written
+_RETRY_WRITING_S = 60.0  # without writing, after a file could not be written
 
 
 class _Read:
@@ -339,9 +339,9 @@ class DiskPrefixes:
 
     def _pause(self, why: str) -> None:
         """Logs one line for a series of failures."""
-        self._paused_until = self._clock() + _PAUSE_S
+        self._paused_until = self._clock() + _RETRY_WRITING_S
         if not self._has_failed:
-            log.warning("cannot write cached prefixes to disk; retrying every %.0f s: %s", _PAUSE_S, why)
+            log.warning("cannot write cached prefixes to disk; retrying every %.0f s: %s", _RETRY_WRITING_S, why)
         self._has_failed = True
 
     def _charge(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from cppbatch.engine.sequence import Seq
 from cppbatch.setting import INT32_MAX
 
-_NEAR = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
+_NEAR_CELLS = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
 
 
 class PaddingRow:
@@ -86,7 +86,7 @@ def in_batch_order(rows: list[Entry], prefill: list[Entry], *, gpu_ubatch: int =
     if not rows or not prefill:
         return rows + prefill
     following = rows[-1][0].seq_id + 1
-    most = max(entry.n_computed for entry, _ in rows) + _NEAR
+    most = max(entry.n_computed for entry, _ in rows) + _NEAR_CELLS
     first = [piece for piece in prefill if piece[0].seq_id == following and piece[0].n_computed > most]
     return first + rows + [piece for piece in prefill if piece not in first]
 

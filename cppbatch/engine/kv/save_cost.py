@@ -8,8 +8,8 @@ from math import ceil
 from cppbatch.engine.step_cost import NEW_TIME_WEIGHT
 
 _NEGLIGIBLE_S = 0.002  # a save that hardly delays a step
-_RESTORE = 0.6  # the time to restore a state, as a fraction of that to save it
-_TRY_EVERY = 32  # decisions against saving; then one save updates the measurement
+_RESTORE_TIME_RATIO = 0.6  # the time to restore a state, as a fraction of that to save it
+_TRY_EVERY_DECISIONS = 32  # decisions against saving; then one save updates the measurement
 
 
 class SaveCost:
@@ -29,9 +29,9 @@ class SaveCost:
     def is_worth(self, n: int, chance: float) -> bool:
         """Whether to save a state of `n` tokens that will be needed again with this probability."""
         save_s, token_s = self._save_s, self._token_s()
-        if not token_s or n * save_s < _NEGLIGIBLE_S or chance * (token_s - _RESTORE * save_s) > save_s:
+        if not token_s or n * save_s < _NEGLIGIBLE_S or chance * (token_s - _RESTORE_TIME_RATIO * save_s) > save_s:
             return True
-        self._declined = (self._declined + 1) % _TRY_EVERY
+        self._declined = (self._declined + 1) % _TRY_EVERY_DECISIONS
         return self._declined == 0
 
     def save_s(self, n: int) -> float:
@@ -40,7 +40,7 @@ class SaveCost:
 
     def round_trip_s(self, n: int) -> float:
         """Seconds to save and restore it."""
-        return (1 + _RESTORE) * self.save_s(n)
+        return (1 + _RESTORE_TIME_RATIO) * self.save_s(n)
 
     def tokens_for(self, share: float) -> int:
         """The number of tokens whose computation takes so long that saving one "token" takes this share of the time.
@@ -82,7 +82,7 @@ class DiskCost:
         token_s = self._token_s()
         if not token_s or self.read_s(n_bytes) < n_tokens * token_s:
             return True
-        self._declined = (self._declined + 1) % _TRY_EVERY
+        self._declined = (self._declined + 1) % _TRY_EVERY_DECISIONS
         return self._declined == 0
 
     def observe_read(self, n_bytes: int, seconds: float) -> None:

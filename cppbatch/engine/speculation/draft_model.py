@@ -27,7 +27,7 @@ from cppbatch.llama import Batch
 
 log = logging.getLogger("cppbatch.engine")
 
-_LEAST_PROBABLE = 0.4  # a less probable token ends a draft, and is not included
+_MIN_PROBABILITY = 0.4  # a less probable token ends a draft, and is not included
 JOINED = 8
 """Maximum missing tokens computed with the first draft tokens, or just before them; more are read earlier."""
 _LEAST_READ = 32  # tokens that may be read in any step
@@ -192,7 +192,7 @@ class DraftModelProposer:
         followed.guess = guess
         factor = followed.acceptance.factor(self._acceptance.factor())
         likely = [min(MOST_PROBABLE, factor * p) for p in guess.probabilities]
-        n = next((i for i, p in enumerate(likely) if p < _LEAST_PROBABLE), len(likely))
+        n = next((i for i, p in enumerate(likely) if p < _MIN_PROBABILITY), len(likely))
         return Draft(np.asarray(guess.tokens[:n], np.int32), np.asarray(likely[:n])) if n else None
 
     # --- following the sequences ----------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class DraftModelProposer:
                 guess.tokens.append(token)
                 guess.probabilities.append(p)
                 likely[draft] *= min(MOST_PROBABLE, factors[draft] * p)
-                is_probable = factors[draft] * p >= _LEAST_PROBABLE and token not in self._eog
+                is_probable = factors[draft] * p >= _MIN_PROBABILITY and token not in self._eog
                 if is_probable and len(guess.tokens) < length_of[draft]:
                     still.append(draft)
             growing = still if self._is_worth_another(sum(likely[draft] for draft in still), len(still)) else []

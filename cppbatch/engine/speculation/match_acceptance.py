@@ -19,7 +19,7 @@ _RATE = 0.03  # learning rate over all matches
 _SEQUENCE_RATE = 0.5  # learning rate of a sequence: about 10 tokens change its estimates
 _SEQUENCE_DECAY = 0.97
 _MOST_LOG_ODDS = 4.0
-_FRESH = 32  # learned tokens between updates of the estimates
+_UPDATE_EVERY_TOKENS = 32  # learned tokens between updates of the estimates
 
 
 class Source(IntEnum):
@@ -70,7 +70,7 @@ class MatchAcceptance:
         self._agreements = list(_FIRST_AGREEMENTS)
         self._sources = list(_FIRST_SOURCES)
         self._doubts = np.array(_FIRST_DOUBTS)
-        self._until_fresh = _FRESH
+        self._until_fresh = _UPDATE_EVERY_TOKENS
         self._log_odds: dict[tuple[int, int, int, int], npt.NDArray[np.float64]] = {}
 
     def learn(self, length: int, agreement: int, source: int, own: float, accepted: bool, *, doubt: int = 0) -> float:
@@ -90,7 +90,7 @@ class MatchAcceptance:
         self._sources[source] += step
         self._until_fresh -= 1
         if not self._until_fresh:
-            self._until_fresh = _FRESH
+            self._until_fresh = _UPDATE_EVERY_TOKENS
             self._log_odds.clear()
         own = own * _SEQUENCE_DECAY + _SEQUENCE_RATE * (accepted - 1 / (1 + exp(-base - own)))
         return min(max(own, -_MOST_LOG_ODDS), _MOST_LOG_ODDS)

@@ -18,8 +18,8 @@ from cppbatch.engine.speculation.match_acceptance import (
 from cppbatch.engine.speculation.ngram_index import ORDERS, Hashes, IndexedText, NgramIndex, hash_arrays
 from cppbatch.engine.speculation.proposer import Draft
 
-_AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
-_NEAR = 8  # tokens after the end of a long match within which it may resume, and how far after its end
+_INDEXED_TOKENS_PER_CALL = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
+_RESUME_TOKENS = 8  # tokens after the end of a long match within which it may resume, and how far after its end
 _LENGTHS = (MOST_LENGTH, 24, 16, 12, 8)  # matches of `ORDERS[0]` tokens and more are compared at these lengths
 
 
@@ -90,7 +90,7 @@ class SuffixProposer:
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
         """See `Proposer.propose`. The tokens of a draft are a view: they are not to be written."""
-        states, left = self._states, _AT_ONCE
+        states, left = self._states, _INDEXED_TOKENS_PER_CALL
         drafts: list[Draft | None] = []
         for sequence, limit in zip(sequences, most, strict=True):
             state = states.get(sequence)
@@ -256,11 +256,11 @@ class SuffixProposer:
         """The long match that ended shortly before, if it continues after a change of a few tokens."""
         text, other = state.own_text, lost.text
         n = text.n
-        if n - state.lost_at > _NEAR:
+        if n - state.lost_at > _RESUME_TOKENS:
             state.lost = None
             return None
         last = text.view[n - 1]
-        for p in range(lost.position, min(lost.position + _NEAR, other.n - 1)):
+        for p in range(lost.position, min(lost.position + _RESUME_TOKENS, other.n - 1)):
             if other.view[p] == last:
                 length = 2 if p and n > 1 and other.view[p - 1] == text.view[n - 2] else 1
                 return _Match(other, p + 1, length, Agreement.ONLY, lost.source)
