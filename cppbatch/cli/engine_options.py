@@ -437,7 +437,7 @@ def context_length(path: Path) -> int:
 def engine_settings_options(command: Command, *, without: Collection[str] = ()) -> Command:
     """Adds the options of the engine's settings, except the model. The command gets `engine`, their values.
 
-    `without`: as in `engine_options`.
+    `without`: fields that the command sets itself; they get no option.
     """
 
     @wraps(command)

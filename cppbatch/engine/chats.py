@@ -192,7 +192,7 @@ class ChatFormats:
     """The chat formats of a model: for its own template, and for others. Each is created once."""
 
     def __init__(self, info: ModelInfo, apply_named: ApplyNamed | None = None) -> None:
-        """`apply_named`: as in `ChatTemplate`."""
+        """`apply_named`: renders with a template that calls llama.cpp."""
         self._info, self._apply_named = info, apply_named
         self._making = threading.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-chat")

@@ -59,7 +59,8 @@ class EngineCore:
         survives_failures: bool = True,
         prepares_beside_steps: bool = False,
     ) -> None:
-        """Loads a model. `progress`, `runtime`, `policy`: as in `BatchInferenceEngine`.
+        """Loads a model. `progress` is called with 0.0 to 1.0; returning False aborts. `runtime`: a replacement for
+        the model. `policy`: another scheduler.
 
         `on_plan`: called in every step with its plan, before llama.cpp is called. `on_admitted`: takes the outputs
         before llama.cpp is called, if they report the admission of a request (`usage_events`).

@@ -54,8 +54,8 @@ class InputProcessor:
         media: MediaInput | None = None,
         waits_for_room: bool = False,
     ) -> None:
-        """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes images and audio; None: text only.
-        `waits_for_room`: `process` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
+        """`context_shift`, `n_keep`: the settings of `EngineConfig`. `media`: encodes images and audio; None: text
+        only. `waits_for_room`: `process` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
         self._vocab = vocab
         self._media = media
         self._waits_for_room = waits_for_room
@@ -184,7 +184,7 @@ class InputProcessor:
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `process`, raises `RequestCancelled`."""
+        """See `BatchInferenceEngine.tokens`. `cancelled`: polled; if True, raises `RequestCancelled`."""
         with self._reading():
             if isinstance(text, MediaPrompt):
                 self._check_modalities(text)

@@ -148,8 +148,9 @@ class Runtime(msgspec.Struct, frozen=True):
 def load_runtime(
     config: EngineConfig, progress: Callable[[float], bool] | None = None, *, survives_crash: bool = False
 ) -> Runtime:
-    """Loads the model and creates a context. Closing the runtime frees both. `progress`: as in `Model`.
-    `survives_crash`: as in `check_loads`.
+    """Loads the model and creates a context. Closing the runtime frees both. `progress` is
+    called with 0.0 to 1.0; loading stops when it returns False. `survives_crash`: this process is a worker, in which no
+    model needs to be tried first.
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
@@ -170,7 +171,7 @@ def load_model(
     no_alloc: bool = False,
     survives_crash: bool = False,
 ) -> Model:
-    """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: as in `Model`.
+    """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: those of `Model`.
 
     The first time, its files are tried in a child process (`check_loads`), except with `no_alloc`. Weights are repacked
     according to `config.repack`, unless a self-check in a child process shows that this build crashes with it. Raises

@@ -201,7 +201,7 @@ class Scheduler:
         self, plan: StepPlan, rows: list[Seq], prompts: list[Seq], step_budget: StepBudget, decoding: list[Seq]
     ) -> bool:
         """Fills the plan with these rows and pieces of these prompts, all with the same adapters. Returns whether there
-        is anything to compute. `decoding`: as in `_prefill`."""
+        is anything to compute. `decoding`: all that may compute, whatever their adapters."""
         shape, cost = self._shape, step_budget.cost
         is_alone = not self.waiting and len(self.running) == len(rows)
         rows, beside = shape.choose_rows(plan, rows, prompts, cost, is_alone=is_alone)
@@ -298,7 +298,8 @@ class Scheduler:
     def _prompt_budget(
         self, prefilling: list[Seq], step_budget: StepBudget, groups: Groups, n_decode: int, decoding: list[Seq]
     ) -> tuple[list[Seq], list[Seq], int]:
-        """The result of `_in_turn`, and the prompt tokens that the step may compute. Arguments as in `_prefill`."""
+        """The result of `_in_turn`, and the prompt tokens that the step may compute. The arguments are those of
+        `_prefill`."""
         n_decoding = len(decoding)
         n_urgent = sum(not s.is_background for s in prefilling)
         # Many background prompts count as one, so that they do not delay other requests' tokens.

@@ -130,7 +130,7 @@ class StepBudgets:
         rows_s: Iterable[tuple[int, float]] = (),
         unified: bool = True,
     ) -> None:
-        """`max_tokens` to `prefer`: as in `StepBudget`. `rows_s`: earlier measurements: decode rows with seconds per
+        """`max_tokens` to `prefer`: for each `StepBudget`. `rows_s`: earlier measurements: decode rows with seconds per
         step. `unified`: the initial layout."""
         self._new_budget = partial(StepBudget, max_tokens, target_s, max_alone, prefer=prefer)
         self._prompt_piece = max_alone or max_tokens

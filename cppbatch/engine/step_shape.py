@@ -256,7 +256,8 @@ class FixedRows(StepShape):
 def step_shape(
     kv: KVPool, *, on_gpu: bool = False, min_rows: int = 1, may_pad: bool = False, **sizes: Any
 ) -> StepShape:
-    """The shape for this case. `min_rows`: above 1 with `deterministic`. `may_pad`, `sizes`: as in `StepShape`."""
+    """The shape for this case. `min_rows`: above 1 with `deterministic`. `may_pad`: whether to add padding
+    rows. `sizes`: those of `StepShape`."""
     if min_rows > 1:
         return FixedRows(kv, min_rows, **sizes)
     return (GpuShape if on_gpu else StepShape)(kv, may_pad=may_pad, **sizes)

@@ -150,8 +150,8 @@ def find_sampling_crash(
 ) -> str | None:
     """How llama.cpp crashes when it samples on these GPUs from a vocabulary of `n_vocab` tokens; None if it does not.
 
-    `device`, `names`: as in `Model`. The answer is cached for this library and its devices; with `tries_again`, only if
-    it does not crash.
+    `device`, `names`: the GPU by number, or devices by ggml's names. The answer is cached for this library and its
+    devices; with `tries_again`, only if it does not crash.
     """
     devices = [(each.name, each.description) for each in Backend.get().devices()]
     verdict = finding_path("sampling", finding_key(Path(library_path()).parent, (), devices, n_vocab, device, names))

@@ -70,7 +70,7 @@ class _File(NamedTuple):
         return value if isinstance(value, int) else None
 
     def numbers(self, key: str) -> tuple[Any, ...]:
-        """An array of numbers; () as in `number`."""
+        """An array of numbers; () if it is missing."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         return value if isinstance(value, tuple) else ()
 

@@ -93,7 +93,7 @@ def pull_model(
     in_child: bool = False,
 ) -> Path:
     """The path of the model's file, downloaded if missing. `say` gets a line before the download, and `starts` the file
-    and the bytes of all its parts. `root`: as in `present_file`. `in_child`: a child process downloads, without a
+    and the bytes of all its parts. `root`: another models folder. `in_child`: a child process downloads, without a
     progress bar; `child_processes.to_thread` ends it if it is cancelled.
 
     The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
@@ -201,7 +201,7 @@ def _main(repository: str, *arguments: str) -> None:
 
     try:
         _download(repository, *arguments)
-    except Exception as error:  # as in `_fetch`
+    except Exception as error:  # the hub's, its HTTP client's, and the system's
         sys.exit(reason_of(hub, HubModel(repository), error))
 
 

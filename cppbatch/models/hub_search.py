@@ -104,7 +104,7 @@ def _sizes(repository: str) -> dict[str, int]:
 
     try:
         return file_sizes(hub, repository)
-    except Exception as error:  # as in `search_hub`
+    except Exception as error:  # the hub's, and its HTTP client's
         raise ModelError(reason_of(hub, HubModel(repository), error)) from error
 
 
@@ -114,7 +114,7 @@ def _read_start(hub: Any, model: HubModel, file: str, n_bytes: int) -> bytes:
         return read_before_weights(cast(Any, _RemoteFile(url, n_bytes)), n_bytes)
     except ModelError:
         raise
-    except Exception as error:  # as in `search_hub`
+    except Exception as error:  # the hub's, and its HTTP client's
         raise ModelError(reason_of(hub, model, error)) from error
 
 

@@ -41,7 +41,7 @@ _MOST_CELLS_OF_ONE = 32_768  # on a CPU, which takes minutes for a prompt of thi
 
 
 def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, on_gpu: bool) -> list[EngineConfig]:
-    """The settings to choose from, largest first; at least one. Settings in `given` are as in `config`.
+    """The settings to choose from, largest first; at least one. Settings in `given` keep their values.
 
     `given`: the names of settings set by the user or a profile. `n_ctx_train`: the model's context length.
     """

@@ -83,7 +83,8 @@ class DiskPrefixes:
         min_tokens: int = _MIN_TOKENS,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer tokens are neither written nor read."""
+        """`token_s`: returns the current seconds per prompt token. `min_tokens`: prefixes that save fewer tokens are
+        neither written nor read."""
         self._limits = TierLimits()
         self._folder = folder
         self._files = key.files

@@ -322,7 +322,7 @@ def _argmax(row: Row) -> int:
 def _sample_randomly(sequences: list[Seq], rows: list[int], logits: Logits, ids: Ids | None = None) -> list[int]:
     """Samples in these rows with the filters and the seed of their sequences.
 
-    Returns a column for each row, or `NO_TOKEN`. `ids`, as in `random_sample`: the columns' token ids.
+    Returns a column for each row, or `NO_TOKEN`. `ids`: the columns' token ids.
     """
     filters = [sequences[i].sampling.filters for i in rows]
     all_rows = len(rows) == len(logits)

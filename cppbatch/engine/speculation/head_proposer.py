@@ -51,7 +51,7 @@ class HeadProposer(RowProposer):
         threads: ComputeThreads | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`kind`: for messages. The others as in `RowProposer`."""
+        """`kind`: for messages. The others are those of `RowProposer`."""
         self.kind = kind
         self._head = context
         self._n_catch_ups = 0

@@ -218,8 +218,8 @@ class DataFolder:
             raise
 
     async def delete_file(self, file_id: str, viewer: str | None = None) -> None:
-        """Deletes a file, even if cancelled. `viewer`: as in `BatchStore`. Raises `NotFound`, and `Conflict` if an open
-        batch reads the file."""
+        """Deletes a file, even if cancelled. `viewer`: the owner that asks; None: anyone. Raises `NotFound`, and
+        `Conflict` if an open batch reads the file."""
         await asyncio.to_thread(self._delete_file, file_id, viewer)
 
     def _delete_file(self, file_id: str, viewer: str | None) -> None:

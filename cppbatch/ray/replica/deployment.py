@@ -37,7 +37,7 @@ from cppbatch.sizing.fit_again import refit
 def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **options: Any) -> serve.Application:
     """The application for `serve.run(..., route_prefix=None)`.
 
-    `options`: of the deployment, as in `serve.deployment`: num_replicas, autoscaling_config, ray_actor_options ...
+    `options`: those of `serve.deployment`: num_replicas, autoscaling_config, ray_actor_options ...
     Serve does not limit the requests of a replica (`max_ongoing_requests`): `RayEngine` limits the queue, the engine
     orders it by priority, and `cancel` calls must not wait.
     """
