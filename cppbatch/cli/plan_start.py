@@ -18,8 +18,8 @@ from cppbatch.sizing.attention import ATTENTION, plan_attention
 from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.memory_check import Engines, Planned, check_planned, first_ample
-from cppbatch.sizing.placement import describe_speeds
+from cppbatch.sizing.memory_check import Planned, check_planned, first_ample
+from cppbatch.sizing.placement import Engines, describe_speeds
 from cppbatch.sizing.profile import profile_path
 from cppbatch.sizing.profile import use_profile as with_profile
 from cppbatch.sizing.sizes import SIZES, candidates_for
