@@ -12,11 +12,10 @@ from cppbatch.engine.ideal import BareCosts
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.step_cost import NEW_TIME_WEIGHT, Groups, StepCost, whole_tiles
 
-_MIN_PIECE_TOKENS = 4  # a prompt always makes progress
+MIN_PIECE_TOKENS = 4  # a prompt always makes progress
 _SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 6.0, "throughput": 1e9}
 """Time that prompts may add to a step, in multiples of a step without prefill. Guarantee for `latency`: at most twice
 that time is added to 95% of the steps."""
-_WHOLE_PROMPT_BUDGETS = 2  # budgets that whole prompts may take in one step, with `balanced` ...
 _REFRESH_STEPS = 16  # steps with prefill; then one without measures the current time of decoding alone
 _PROMPT_WEIGHT = 8  # decoding sequences that an additional prompt outweighs: many prompts mean many late first tokens
 _BACKGROUND_S = 0.2  # time of background prompts in a step, since a new request waits for the end of the step
@@ -51,7 +50,7 @@ class StepBudget:
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
-        self._whole = _WHOLE_PROMPT_BUDGETS if prefer == "balanced" and target_s is None else 1
+        self._doubles = prefer == "balanced" and target_s is None  # for prompts that are then computed whole
         self._quiet_level = 0.0
         """Like the level of `cost`, but hardly changes while prompts are being computed. Their cells slow decoding
         down, which must not be a reason to slow it down further. 0: not known yet."""
@@ -67,7 +66,7 @@ class StepBudget:
         most = self._max_tokens - n_decode
         if background:
             # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
-            piece = max(_MIN_PIECE_TOKENS, self._max_alone // 16, cost.prompt_tokens_in(_BACKGROUND_S))
+            piece = max(MIN_PIECE_TOKENS, self._max_alone // 16, cost.prompt_tokens_in(_BACKGROUND_S))
             most = min(most, piece)
         n_decoding = n_decode + n_others
         if n_decoding == 0 or not cost.knows_prompts:
@@ -81,7 +80,7 @@ class StepBudget:
         target_s = self._target_s or max(0.025, slowdown * quiet_s)
         rows_s = cost.rows_s(groups) if groups else 0.0
         wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
-        return min(most, max(_MIN_PIECE_TOKENS, whole_tiles(wanted)))
+        return min(most, max(MIN_PIECE_TOKENS, whole_tiles(wanted)))
 
     def with_whole_prompts(self, budget: int, groups: Groups, pending: Iterable[int]) -> int:
         """The prompt tokens that a step of these decode rows may compute. `pending`: those of its prompts, in order.
@@ -89,11 +88,11 @@ class StepBudget:
         Prompts that have up to twice the budget are computed whole, if the step takes at most 2 s: streams wait once
         for them, not twice for halves.
         """
-        if self._whole == 1 or not (self._quiet_level and self.cost.knows_prompts):
+        if not self._doubles or not (self._quiet_level and self.cost.knows_prompts):
             return budget
         rows_s = self.cost.rows_s(groups) if groups else 0.0
         in_time = self.cost.prompt_tokens_in(max(0.0, 2.0 - rows_s))
-        most = min(self._whole * budget, self._max_tokens - sum(groups), in_time)
+        most = min(2 * budget, self._max_tokens - sum(groups), in_time)
         return max(budget, *takewhile(lambda n: n <= most, accumulate(pending, initial=0)))
 
     def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
@@ -109,7 +108,7 @@ class StepBudget:
             self._since_refresh = 0
             return
         self._since_refresh = self._since_refresh + 1 if groups else 0
-        if n_prefill >= _MIN_PIECE_TOKENS or not cost.knows_prompts:  # fewer are too noisy
+        if n_prefill >= MIN_PIECE_TOKENS or not cost.knows_prompts:  # fewer are too noisy
             rows_s = cost.rows_s(groups) if groups and cost.knows_rows else 0.0
             # A noisy clock must not make it 0: at least 5% of the step is the prompt tokens' time.
             prompt_s = max(seconds - rows_s, 0.05 * seconds)

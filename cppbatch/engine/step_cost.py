@@ -20,7 +20,7 @@ NEW_TIME_WEIGHT = 0.3
 """The weight of a new time in a running mean: ten steps after a change, it has 97% of it."""
 _SHAPE_WEIGHT = 0.1  # of a new measurement in the shape, once a number of rows has been seen ten times
 _MAX_OVERRUN = 0.25  # a step longer than expected counts as at most this fraction longer: probably a disturbance
-_MAX_NEW_RATIO = 2.0  # times the expected time, at most, that a number of rows with few measurements counts
+MAX_TIME_RATIO = 2.0  # a time that is not well known counts as at most this many times the expected one
 _MAX_PADDED_TIME = 0.98  # padded rows must take less than this fraction of the time
 _KNOWN_STEPS = 3  # with a number of rows, before its time is used in comparisons
 _SURE_STEPS = 10  # with a number of rows, before they change the level with full weight
@@ -137,7 +137,7 @@ class StepCost:
         decode_s = seconds if decode_s is None else decode_s
         if unknown := {n for n in groups if n not in self._shape}:
             if self._shape:
-                seconds = min(seconds, _MAX_NEW_RATIO * self.rows_s(groups))
+                seconds = min(seconds, MAX_TIME_RATIO * self.rows_s(groups))
             known = self._shape | {n: seconds / self._level * n / sum(groups) for n in unknown}
             self._shape, self._counts = known, self._counts or sorted(known)  # at once: Ctrl-C may interrupt a step
             return
@@ -164,7 +164,7 @@ class StepCost:
         """Attributes the deviation of a step to the numbers of rows with few measurements. For steps with one group,
         the shortest counts: disturbances make steps longer, and rows that seem slow are not computed again."""
         expected_s = self.rows_s([n for n in groups if n in new])
-        error = min(max((seconds - self.rows_s(groups)) / expected_s, 1 / _MAX_NEW_RATIO - 1), _MAX_NEW_RATIO - 1)
+        error = min(max((seconds - self.rows_s(groups)) / expected_s, 1 / MAX_TIME_RATIO - 1), MAX_TIME_RATIO - 1)
         for n in new:
             if len(groups) == 1:
                 self._shape[n] = min(self._shape[n], seconds / self._level)

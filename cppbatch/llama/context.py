@@ -40,9 +40,6 @@ _CACHE_TYPES = {  # ggml_type
 }  # fmt: skip
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence
-_PARTIAL_ONLY = (
-    1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
-)
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory"}
 _LISTED_ENTRIES = (
     16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
@@ -627,7 +624,9 @@ class Context:
             raise LlamaError(f"the memory of llama.cpp's sequence {native} cannot be saved")
         n_window = 0
         if self._n_swa and not flags:  # the size of the second cache alone, with the same header as both together
-            n_window = C.llama_state_seq_get_size_ext(self.handle, native, _PARTIAL_ONLY) - HEADER_BYTES
+            n_window = (
+                C.llama_state_seq_get_size_ext(self.handle, native, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) - HEADER_BYTES
+            )
         stream = 0 if self.kv_unified else native
         return SequenceState(
             data[:written], n_tokens, self._model_key, self._n_streams, stream, n_window, self.flash_attn,
@@ -658,7 +657,7 @@ class Context:
         Raises `LlamaError` if the memory has no such part.
         """
         self._check_settled(seq_id)
-        part = self._state(self._native(seq_id), self.last_position(seq_id) + 1, _PARTIAL_ONLY)
+        part = self._state(self._native(seq_id), self.last_position(seq_id) + 1, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
         if part.n_bytes <= HEADER_BYTES:
             raise LlamaError(f"the memory of sequence {seq_id} has no part that cannot be truncated")
         return part
@@ -673,7 +672,7 @@ class Context:
         if part.model_key != self._model_key:
             raise OutOfRange(f"the part belongs to {part.model_key}; the context belongs to {self._model_key}")
         n = part.n_tokens
-        restored = self._set_state(seq_id, part, _PARTIAL_ONLY)
+        restored = self._set_state(seq_id, part, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
         if not (restored and C.llama_memory_seq_rm(self._open_memory(), native, n, -1)):
             self.remove(seq_id)
             raise LlamaError(f"sequence {seq_id} cannot be truncated to its first {n} tokens")

@@ -28,7 +28,7 @@ MAX_ASPECT = 100
 """Maximum aspect ratio of an image: encoders scale it, and a short side would vanish."""
 MAX_SOUND_S = 1800
 """Maximum seconds of audio: half an hour."""
-MAX_SAMPLES = 1800 * 48_000 * 4
+MAX_SAMPLES = MAX_SOUND_S * 48_000 * 4
 """Maximum samples over all channels of an audio file: half an hour of four channels, or of two at 96 kHz."""
 MAX_DECODE_S = 10.0
 """Maximum seconds of CPU time per file. An image of 300 KB can rewrite its pixels thousands of times."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftCells, DraftMemory, DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_cells import JOINED, DraftCells, DraftMemory, DraftSequence, TargetCells
 from cppbatch.engine.speculation.proposer import MOST_PROBABLE, PRIOR_WEIGHT, Draft
 from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import LlamaError
@@ -28,8 +28,6 @@ from cppbatch.llama import Batch
 log = logging.getLogger("cppbatch.engine")
 
 _MIN_PROBABILITY = 0.4  # a less probable token ends a draft, and is not included
-JOINED = 8
-"""Maximum missing tokens computed with the first draft tokens, or just before them; more are read earlier."""
 _LEAST_READ = 32  # tokens that may be read in any step
 _READ_SHARE = 2.0  # relative to the time since the last call: reading prompts at most triples a step's time
 _LONGEST_READ_S = 0.2

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftSequence, TargetCells
-from cppbatch.engine.speculation.draft_model import JOINED, Guess
+from cppbatch.engine.speculation.draft_cells import JOINED, DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_model import Guess
 from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime, Rows
 from cppbatch.errors import CacheFull
 from cppbatch.llama import HeadBatch

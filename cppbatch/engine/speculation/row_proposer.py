@@ -19,8 +19,8 @@ import numpy.typing as npt
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.batch_order import BatchEntry, PromptPart
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftCells, DraftSequence, TargetCells
-from cppbatch.engine.speculation.draft_model import JOINED, DraftContext, DraftModel, DraftModelProposer
+from cppbatch.engine.speculation.draft_cells import JOINED, DraftCells, DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_model import DraftContext, DraftModel, DraftModelProposer
 from cppbatch.errors import LlamaError
 
 log = logging.getLogger("cppbatch.engine")

@@ -19,7 +19,7 @@ from cppbatch.config import DRAFT_LOGITS_BYTES
 from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import MOST_PROBABLE, PRIOR_WEIGHT, Draft, ModelProposer, Proposer
-from cppbatch.engine.step_cost import TILES, Groups, StepCost
+from cppbatch.engine.step_cost import MAX_TIME_RATIO, TILES, Groups, StepCost
 
 _MIN_GAIN = 1.1  # minimum gain of drafts, in expected tokens per second relative to rows alone: estimates are rough
 _MIN_GAIN_OF_MODEL = 1.03  # ... of a draft model, whose time is measured; 1.0 after a step that asked it
@@ -40,7 +40,6 @@ _WELL_KNOWN_DRAFTS = (
     10  # drafts of a draft model; before, one sequence is tried if reading the prompts of all takes too long
 )
 _COLD_STEPS = 16  # first steps with a draft model that are not measured: nothing is in the CPU's caches
-_MAX_TIME_RATIO = 2.0  # maximum ratio of a measured time to the expected one: other programs make steps longer
 _VAIN_STEPS = 16  # steps in a row without drafts that are worth it, before the share limits looking for them
 
 Probabilities = npt.NDArray[np.float64]
@@ -315,7 +314,7 @@ class _ModelTime:
     def step_is_verified(self, kept: float) -> None:
         if self.expected_s and not self._n_cold:
             self._latest = [*self._latest[1:], (self._clock() - self._began) / self.expected_s]
-            self.trust.learn(kept, 1.0, min(_MAX_TIME_RATIO, sorted(self._latest)[1]))
+            self.trust.learn(kept, 1.0, min(MAX_TIME_RATIO, sorted(self._latest)[1]))
         elif self.expected_s:
             self._n_cold -= 1
 
