@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 ToPrompt = Callable[[ModelInfo, str], str]
 """Renders a user message as a prompt with the model's chat template."""
 
-_LEAST_AT_ONCE = 4  # a run has at least the number of requests for this concurrency
-_ROOM = 1024  # maximum tokens of a prompt, to size the context
 
 _COLUMNS = [
     Column("workload", "workload"),
@@ -115,7 +113,7 @@ def measure_speedup(
     n_parallel = max(sizes.batch_sizes)
     rows = []
     with load_model(config) as model:
-        longest = min(_ROOM + n_new, model.n_ctx_train)
+        longest = min(1024 + n_new, model.n_ctx_train)  # for prompts of up to 1024 tokens
         config = msgspec.structs.replace(config, n_ctx=n_parallel * longest, n_parallel=n_parallel)
         with BatchInferenceEngine(config, runtime=open_runtime(config, model)) as engine:
             check_can_run(engine.info, 1, n_new)
@@ -134,7 +132,7 @@ def _row(
     params = SamplingParams(
         max_tokens=sizes.max_tokens(workload), temperature=workload.temperature, json_schema=workload.schema
     )
-    n = workload.rounds * max(_LEAST_AT_ONCE, batch_size)
+    n = workload.rounds * max(4, batch_size)  # requests for at least 4 at once
 
     def run(repeat: int, *, speculate: bool) -> WorkloadRun:
         seed = f"{name}/{batch_size}/{repeat}"

@@ -49,10 +49,7 @@ from cppbatch.ray.replica.set import LEASE_PERIOD_S, LiveReplicas, ReplicaLost, 
 log = logging.getLogger("cppbatch.ray")
 
 _MAX_LOST = 5  # consecutive lost replicas, without a token in between, after which a request fails
-_PAUSE_S = 0.2  # before a request is resent, times the number of lost replicas
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
-_MAX_FINISH_TIMES = 64
-_MAX_GROUPS = 4096  # more than the replicas of a cluster
 
 
 class RayEngine(EngineClient):
@@ -74,7 +71,7 @@ class RayEngine(EngineClient):
         self._groups = SentGroups()
         self._live = LiveReplicas(replicas)
         self._to_cancel: list[tuple[str, SentGroup]] = []
-        self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
+        self._finish_times: deque[float] = deque(maxlen=64)
         self._tasks: set[asyncio.Task[None]] = set()
         self._status = ReplicaSetStatus(status="starting")
         self._has_more = False  # whether there are more replicas than at the previous check
@@ -144,7 +141,7 @@ class RayEngine(EngineClient):
                 answer = decode_answer(await self._replicas.ask(message))
             except ReplicaLost as error:
                 why = str(error)
-                await asyncio.sleep(n_lost * _PAUSE_S)
+                await asyncio.sleep(n_lost * 0.2)
                 continue
             if isinstance(answer, Refused):
                 raise InvalidRequest(answer.field, answer.message, answer.overflow)
@@ -505,6 +502,6 @@ class SentGroups:
         """The group of this name."""
         group = self._groups.setdefault(name, SentGroup(replica))
         self._groups.move_to_end(name)
-        while len(self._groups) > _MAX_GROUPS:
+        while len(self._groups) > 4096:  # more than a cluster has replicas
             self._groups.popitem(last=False)
         return group

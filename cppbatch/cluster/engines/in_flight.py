@@ -193,10 +193,6 @@ class InFlightRequests:
 # The last live state sent by a worker, and when to ask for the next one.
 
 
-_WAIT_S = 0.15
-"""Timeout for an answer, since a worker in a long step answers after it."""
-
-
 class LatestLive:
     """The last live state of a worker. Used on the event loop.
 
@@ -220,7 +216,8 @@ class LatestLive:
                 answer = self._answer = asyncio.get_running_loop().create_future()
                 self._asked_at = monotonic()
                 ask()
-            await asyncio.wait([answer], timeout=_WAIT_S)
+            # a worker in a long step answers after it
+            await asyncio.wait([answer], timeout=0.15)
         return self._engine, round(monotonic() - self._received_at, 3) if self._engine else None
 
     def received(self, engine: LiveEngine) -> None:

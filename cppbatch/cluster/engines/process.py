@@ -57,6 +57,7 @@ from cppbatch.engine.request import (
 from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine_settings import EngineSettings, engine_config
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.setting import INT32_MAX
 from cppbatch.unclosed import warn_unclosed
 
 if TYPE_CHECKING:
@@ -71,11 +72,6 @@ class Withdrawn(Exception):
     def __init__(self, resume: ResumeState) -> None:
         super().__init__("withdrawn")
         self.resume = resume
-
-
-_UNLIMITED = 2**31 - 1
-_MAX_FINISH_TIMES = 64
-_STATS_TIMEOUT_S = 1.0
 
 
 class EngineProcess(EngineClient):
@@ -109,7 +105,7 @@ class EngineProcess(EngineClient):
         check_times(step_timeout, sleep_idle_seconds)
         self.config = engine_config(model, settings)
         self.name = name
-        worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
+        worker_config = msgspec.structs.replace(self.config, max_queue=INT32_MAX)  # this process limits the queue
         self._supervisor = Supervisor(
             worker_config,
             weakref.proxy(self),  # or the engine would never be dropped
@@ -120,7 +116,7 @@ class EngineProcess(EngineClient):
         )
         self._in_flight = InFlightRequests()
         self._by_id: dict[str, InFlightRequest] = {}  # by the client's id; while the iterator of `submit` is open
-        self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
+        self._finish_times: deque[float] = deque(maxlen=64)
         self._stats_waiters: list[asyncio.Future[None]] = []
         self._last_stats: EngineStats | None = None
         self._live = LatestLive()
@@ -451,7 +447,7 @@ class EngineProcess(EngineClient):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._stats_waiters.append(waiter)
             worker.send(GetStats())
-            await asyncio.wait((waiter,), timeout=_STATS_TIMEOUT_S)  # wait_for may swallow a cancellation
+            await asyncio.wait((waiter,), timeout=1.0)  # wait_for may swallow a cancellation
         return self._last_stats
 
     async def live(self) -> list[WorkerLive]:
