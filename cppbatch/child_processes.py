@@ -25,7 +25,6 @@ Result = TypeVar("Result")
 
 _PR_SET_PDEATHSIG = 1
 _GROUP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-_POLL_S = 0.5
 
 
 def child_command(program: str, *arguments: str) -> list[str]:
@@ -153,9 +152,6 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
 
-# --- in the child ----------------------------------------------------------------------------------------------------
-
-
 _released = threading.Event()
 
 
@@ -190,7 +186,7 @@ def _watch(parent: int) -> None:
         with suppress(psutil.Error):  # it has ended already
             psutil.Process(parent).wait()
     else:
-        while os.getppid() == parent and not _released.wait(_POLL_S):
+        while os.getppid() == parent and not _released.wait(0.5):
             pass
     if not _released.is_set():
         os._exit(1)

@@ -64,15 +64,15 @@ MEDIA_SETTINGS = (
 )  # fmt: skip
 """The settings of images and audio."""
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
-_MAX_STEP_MS = 60_000
-_MAX_WAIT_MS = 10_000
 _DISK_GB, _GB = 16, 10**9  # the default limit of cached prefixes on disk
 _LAYERS = "-1 (all layers), 0 (none) or more"
-_MAX_LAYERS = 512  # llama.cpp's LLAMA_MAX_LAYERS
+MAX_LAYERS = 512  # llama.cpp's LLAMA_MAX_LAYERS
 _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
 """Maximum draft tokens per sequence and step."""
+DRAFT_LOGITS_BYTES = 32 << 20
+"""Maximum bytes of the logits in a decode with drafts: 170 rows with a vocabulary of 49,152."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 
@@ -240,13 +240,13 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     target_itl_ms: Annotated[float, _speed(
         "--target-itl-ms",
         "Target inter-token latency while prompts are being computed, in ms; 0: set by --prefer.",
-        range=Range(0, _MAX_STEP_MS), range_words=f"0 (automatic) to {_MAX_STEP_MS}",
+        range=Range(0, 60_000), range_words="0 (automatic) to 60000",
     )] = 0
     max_wait_ms: Annotated[float, _speed(
         "--max-wait-ms",
         "How long an idle server waits for more requests before starting the first one. Useful if clients send "
         "requests in bursts; 0: no waiting.",
-        range=Range(0, _MAX_WAIT_MS), range_words=f"0 (no waiting) to {_MAX_WAIT_MS}",
+        range=Range(0, 10_000), range_words="0 (no waiting) to 10000",
     )] = 0
     """Starts earlier if `n_parallel` requests are waiting. While a request runs, others join immediately."""
     deterministic: Annotated[bool, _speed(
@@ -307,7 +307,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = False
     draft_n_cpu_moe: Annotated[int, _drafts(
         "-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", "As --n-cpu-moe, for the draft model.",
-        "LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, _MAX_LAYERS),
+        "LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, MAX_LAYERS),
     )] = 0
 
     device: Annotated[int | None, _devices(
@@ -353,12 +353,12 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = False
     n_cpu_moe: Annotated[int, _devices(
         "-ncmoe --n-cpu-moe", "Keep the experts of the first N layers on the CPU.", "LLAMA_ARG_N_CPU_MOE",
-        metavar="N", range=Range(0, _MAX_LAYERS),
+        metavar="N", range=Range(0, MAX_LAYERS),
     )] = 0
     n_cpu_ffn: Annotated[int, _devices(
         "-ncffn --n-cpu-ffn",
         "Keep the feed-forward weights of the first N layers on the CPU, for models without experts.",
-        "LLAMA_ARG_N_CPU_FFN", metavar="N", range=Range(0, _MAX_LAYERS),
+        "LLAMA_ARG_N_CPU_FFN", metavar="N", range=Range(0, MAX_LAYERS),
     )] = 0
     kv_offload: Annotated[bool, _devices(
         "-kvo/-nkvo --kv-offload/--no-kv-offload", "Keep the KV cells of layers on the GPU there.",
@@ -635,7 +635,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             except ValueError as error:
                 raise ConfigError(f"{setting_name('kv_overrides')} contains {each!r:.200}; {error}") from None
         layers = self.control_vector_layers
-        if layers and not (len(layers) == 2 and 1 <= layers[0] <= layers[1] <= _MAX_LAYERS):
+        if layers and not (len(layers) == 2 and 1 <= layers[0] <= layers[1] <= MAX_LAYERS):
             raise ConfigError(
                 f"{setting_name('control_vector_layers')} is {' '.join(map(str, layers))}; it must be the numbers of "
                 "the first and the last layer, from 1"

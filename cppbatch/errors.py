@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -21,6 +21,11 @@ def shorten(text: str, most: int = _LONGEST_MESSAGE) -> str:
     note = f" [{len(text) - most} or more characters left out] "
     n_kept = most - len(note)
     return f"{text[: n_kept - n_kept // 3]}{note}{text[len(text) - n_kept // 3 :]}"
+
+
+def name_first(names: Sequence[str], most: int) -> str:
+    """The first `most` names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class CppBatchError(Exception):

@@ -73,8 +73,6 @@ _NAMES_OF_FORMAT = {
 """Formats of names as patterns: those of Python's `dict[UUID, ...]` and `dict[date, ...]`."""
 _FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
 """Bounds the digits of a second's fraction: a weak model could write them forever."""
-_EXACT = 2.0**53
-"""Doubles cannot tell larger integers apart."""
 _MAX_ALTERNATIVES = 40
 """Pairs of more alternatives are not compared."""
 _LARGEST = 10**17
@@ -292,7 +290,7 @@ def _bound(node: Json) -> None:
         bound = node.get(name)
         if isinstance(bound, bool) or not isinstance(bound, (int, float)):
             continue
-        if bound * direction >= _EXACT:  # also infinite
+        if bound * direction >= 2.0**53:  # doubles cannot tell larger integers apart; also infinite
             del node[name]
         elif abs(bound) > _LARGEST:
             node[name] = -direction * _LARGEST

@@ -15,8 +15,6 @@ log = logging.getLogger("cppbatch.gpu")
 
 Value = TypeVar("Value")
 
-_SERVER_INTERVAL_S = 1.0
-
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a GPU. None: the driver does not report this value for this GPU (few are available with MIG)."""
@@ -96,7 +94,7 @@ class GpuSampler:
     """
 
     def __init__(
-        self, on_sample: Callable[[list[GpuState]], object] = lambda sample: None, interval: float = _SERVER_INTERVAL_S
+        self, on_sample: Callable[[list[GpuState]], object] = lambda sample: None, interval: float = 1.0
     ) -> None:
         """`on_sample`: called on that thread with each sample."""
         self.latest: list[GpuState] = []

@@ -18,8 +18,7 @@ more of the stack in use could fail where decoding did not."""
 _MAX_MEMBERS = 100_000  # in all objects; decoding them takes about 60 ms, with the GIL held
 _MAX_CONTAINERS = 100_000  # lists and objects
 _MAX_VALUES = 500_000  # in all lists, for example token ids
-_SMALL = 1 << 18  # bytes: decoding up to this size is always fast enough
-_CHUNK = 1 << 20  # bytes measured at once
+_MEASURED_BYTES = 1 << 20  # bytes measured at once
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,10 +42,10 @@ def json_shape(text: bytes) -> JsonShape:
     """Measures a JSON text in one pass over its bytes. numpy releases the GIL meanwhile."""
     depth = deepest = containers = members = commas = 0
     in_string = escaped = False
-    for start in range(0, len(text), _CHUNK):
-        data = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)
+    for start in range(0, len(text), _MEASURED_BYTES):
+        data = np.frombuffer(text, np.uint8, min(_MEASURED_BYTES, len(text) - start), start)
         quotes = data == _QUOTE
-        if escaped or b"\\" in text[start : start + _CHUNK]:
+        if escaped or b"\\" in text[start : start + _MEASURED_BYTES]:
             hidden = _find_escaped(data, escaped)
             quotes &= ~hidden[:-1]
             escaped = bool(hidden[-1])
@@ -85,7 +84,8 @@ def _find_escaped(data: Bytes, first: bool) -> Mask:
 
 def excess(text: bytes) -> str | None:
     """Why a JSON text exceeds the limits, as the end of a sentence; None: it is within them."""
-    if len(text) <= _SMALL and text.count(b"[") + text.count(b"{") <= MOST_NESTED:
+    # decoding up to 256 KiB is always fast enough
+    if len(text) <= 1 << 18 and text.count(b"[") + text.count(b"{") <= MOST_NESTED:
         return None
     shape = json_shape(text)
     if shape.depth > MOST_NESTED:

@@ -6,8 +6,6 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
-_MAX_STEPS = 100_000
-
 
 def has_finite_instance(schema: Any) -> bool:
     """False only if every instance of the schema must contain itself.
@@ -30,7 +28,7 @@ class _Search:
 
     def is_finite(self, schema: Any) -> bool:
         self._steps += 1
-        if not isinstance(schema, dict) or self._steps > _MAX_STEPS:
+        if not isinstance(schema, dict) or self._steps > 100_000:
             return True
         return (
             self._reference_is_finite(schema)

@@ -22,7 +22,6 @@ _MAX_FLOAT = 3.4e38  # of llama.cpp's float
 _POSITIVE = "0 (as in the file) or more"
 _YARN = "-1 (as in the file), 0 or more"
 _TEXT_BYTES = 127  # of a key, and of a text
-_INT64_MAX = 2**63 - 1
 
 _model = partial(Setting, "Model")
 
@@ -136,7 +135,7 @@ def parse_override(given: str) -> Override:
 
 
 def _whole(text: str) -> int:
-    if abs(value := int(text)) > _INT64_MAX:
+    if abs(value := int(text)) > 2**63 - 1:
         raise ValueError
     return value
 

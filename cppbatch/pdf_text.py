@@ -15,9 +15,8 @@ from cppbatch.extras import require
 
 PDF_HEADER = b"%PDF-"
 MAX_PDF_BYTES = 64 << 20
-_SECONDS = 60
+_TIMEOUT_S = 60
 _MEMORY_BYTES = 1 << 30
-_MAX_TEXT_BYTES = 16 << 20
 _TOO_MUCH, _UNREADABLE = 3, 4
 """Exit codes of the child."""
 
@@ -32,9 +31,9 @@ def pdf_text(data: bytes) -> str:
     if len(data) > MAX_PDF_BYTES:
         raise UnreadableFile(f"has {len(data) >> 20} MiB; the limit for a PDF is {MAX_PDF_BYTES >> 20} MiB")
     try:
-        child = run(child_command(__file__), seconds=_SECONDS, stdin=data)
+        child = run(child_command(__file__), seconds=_TIMEOUT_S, stdin=data)
     except subprocess.TimeoutExpired:
-        raise UnreadableFile(f"takes longer than {_SECONDS} seconds to read; split it") from None
+        raise UnreadableFile(f"takes longer than {_TIMEOUT_S} seconds to read; split it") from None
     if child.returncode == _UNREADABLE:
         raise UnreadableFile(child.stdout.decode())
     if child.returncode:
@@ -43,9 +42,6 @@ def pdf_text(data: bytes) -> str:
     if not text.strip():
         raise UnreadableFile("contains no text, perhaps because its pages are images; run text recognition (OCR) first")
     return text
-
-
-# --- in the child ----------------------------------------------------------------------------------------------------
 
 
 def _limit_memory() -> None:
@@ -65,7 +61,7 @@ def _read_pages(data: bytes) -> str:
     for page in PdfReader(io.BytesIO(data)).pages:
         pages.append(page.extract_text().strip())
         size += len(pages[-1])
-        if size > _MAX_TEXT_BYTES:
+        if size > 16 << 20:
             raise MemoryError
     return "\n\n".join(pages).strip()
 

@@ -31,7 +31,6 @@ _CAPABILITIES = 24  # bytes: none, so TCP
 _REQUEST = struct.pack("<BQ", _HELLO, _CAPABILITIES) + bytes(_CAPABILITIES)
 _ANSWER_BYTES = 4 + _CAPABILITIES
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
-_REPORT_EVERY_S = 10.0
 
 
 class Endpoint(NamedTuple):
@@ -119,7 +118,7 @@ def wait_for_workers(
                 now = clock()
                 if now - began >= seconds:
                     raise
-                if pause == _FIRST_PAUSE_S or now - reported >= _REPORT_EVERY_S:
+                if pause == _FIRST_PAUSE_S or now - reported >= 10.0:
                     report(f"waiting for up to {seconds:g} s: {error}")
                     reported = now
             sleep(pause)

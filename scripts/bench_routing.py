@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Routing over replicas of Ray Serve: by the prompt's prefix, and Serve's default, power of two choices, in turns.
+"""Routing over replicas of Ray Serve: by the prompt's prefix, and Serve's default, power of two choices, alternately.
 
 .venv/bin/python scripts/bench_routing.py [-m model.gguf] [--replicas 3] [--turns 3] [--json FILE]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares two source trees, or engine settings, on free text: their engines take single steps in turns.
+"""Compares two source trees, or engine settings, on free text: their engines take single steps alternately.
 
 A shared machine is twice as fast in one minute as in the next, so runs one after the other say little. Here each
 variant is a process with an engine of its own, only one of them steps at a time, and each has a clock that runs only

@@ -27,7 +27,8 @@ from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, write_gguf
 from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.device_times import CPU
 from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
-from cppbatch.sizing.sizes import first_ample, size_candidates
+from cppbatch.sizing.memory_check import first_ample
+from cppbatch.sizing.sizes import size_candidates
 
 GIB = 2**30
 CARD = DeviceTimes({"Q4_0": {1: 0.0015, 16: 0.002, 512: 0.03}}, 0.03, 0.05)

@@ -18,9 +18,7 @@ from cppbatch.llama import Batch
 _SHORT = 16  # tokens of a sequence for measuring rows
 _ROUNDS = 5  # steps per number of rows; medians count
 _PIECES = (16, 64, 256, 512)
-_PIECE_ROUNDS = 3
 _LONG = (256, 64, 16)  # half of a long sequence: the first one that fits
-_N_LONG = 4  # sequences
 _MAX_PIECE_S, _MAX_LONG_PIECE_S = 5.0, 1.0
 
 
@@ -74,7 +72,7 @@ class _Measurement:
         row_cell_s, token_cell_s = self._measure_cells(rows_s[1])
         for n in _PIECES:
             if self._is_possible(n, n, 1, _MAX_PIECE_S):
-                for _ in range(_PIECE_ROUNDS):
+                for _ in range(3):
                     self._compute_piece(0, n)
                     self._empty()
         piece_s = {n: median(times) for n, times in self._piece_s.items()}
@@ -88,7 +86,7 @@ class _Measurement:
     def _measure_cells(self, one_row_s: float) -> tuple[float, float]:
         """Returns the additional seconds per cell of a row and of a prompt token. Steps of long and of short sequences
         alternate, because the speed of a shared machine changes by more than the cells cost."""
-        n_long = max(1, min(_N_LONG, self._most_rows // 2))
+        n_long = max(1, min(4, self._most_rows // 2))
         long, short = range(n_long), range(n_long, min(2 * n_long, self._most_rows))
         piece = next((n for n in _LONG if self._is_possible(n, 2 * n + _ROUNDS, n_long, _MAX_LONG_PIECE_S)), 0)
         if not piece:

@@ -13,7 +13,6 @@ from cppbatch.errors import ConfigError
 from cppbatch.gpu_state import Gpus
 
 _POWERCAP = Path("/sys/class/powercap")
-_KWH = 3.6e6  # joules
 
 
 class EnergySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +87,7 @@ def energy_meter(settings: EnergySettings, *, on_gpu: bool, powercap: Path | Non
 
 def tokens_per_kwh(n_tokens: float, joules: float) -> float | None:
     """Tokens per kWh; None if the counters have not changed."""
-    return n_tokens / joules * _KWH if joules else None
+    return n_tokens / joules * 3.6e6 if joules else None  # joules per kWh
 
 
 class _Rapl:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_MIB = 2**20
 _NAMES = {
     "weights": "weights", "adapters": "LoRA adapters", "cells": "KV cells", "states": "recurrent states",
     "compute": "compute buffers", "projector": "projector (mmproj)", "encoding": "encoding of images and audio",
@@ -82,7 +81,7 @@ def describe_sequences(footprint: Footprint, config: EngineConfig) -> Iterator[s
     )
     if config.prefix_cache and config.prefix_cache_ram:
         size = memory.bytes_of(long) if not memory.token_bytes else memory.checkpoint_bytes(long)
-        n = config.prefix_cache_ram * _MIB // size
+        n = config.prefix_cache_ram * 2**20 // size
         yield f"a checkpoint takes up to {_mib(size)}: --prefix-cache-ram {config.prefix_cache_ram} holds {n}"
 
 
@@ -93,7 +92,7 @@ def with_measured(report: Report, taken: MeasuredMemory) -> Report:
     for buffer in taken.buffers:
         measured[_name(buffer), _where(buffer, devices)] += buffer.n_bytes
     rows = [_with_measured(row, measured.get((row["what"], row["where"]))) for row in report.rows]
-    firm = sum(round(row["predicted_mib"] * _MIB) for row in report.rows if row["kind"] != "process")
+    firm = sum(round(row["predicted_mib"] * 2**20) for row in report.rows if row["kind"] != "process")
     grown = f"{format_gib(taken.process)} of {format_gib(firm)}"
     notes = [f"this process grew by {grown}; memory that has not been used yet is not included"]
     notes += [f"{name} has {format_gib(n)} less free" for name, n in taken.devices.items()]
@@ -128,14 +127,14 @@ def _layers(footprint: Footprint, devices: Sequence[Device], place: str) -> dict
     for buffer in footprint.buffers:
         if location(buffer, devices) == place:
             layers[buffer.kind] += buffer.n_bytes
-    return {kind: n / _MIB for kind, n in layers.items()}
+    return {kind: n / 2**20 for kind, n in layers.items()}
 
 
 def _areas(axes: Any, sizes: list[int], layers: list[dict[str, float]], demand: Demand) -> None:
     kinds = [kind for kind in _NAMES if any(kind in each for each in layers)]
     heights = [[each.get(kind, 0.0) for each in layers] for kind in kinds]
     axes.stackplot(sizes, heights, labels=[_NAMES[kind] for kind in kinds], alpha=0.8)
-    free, top = demand.free / _MIB, max(sum(each.values()) for each in layers)
+    free, top = demand.free / 2**20, max(sum(each.values()) for each in layers)
     is_near = free <= _NEAR * top  # otherwise the areas would be too flat to read
     label = f"free: {format_gib(demand.free)}" + ("" if is_near else ", above this plot")
     axes.plot(sizes, [free if is_near else float("nan")] * len(sizes), color="tab:red", linestyle="--", label=label)
@@ -169,7 +168,7 @@ def _row(buffer: Buffer, devices: Sequence[Device]) -> dict[str, Any]:
     return {
         "what": _name(buffer),
         "where": _where(buffer, devices),
-        "predicted_mib": buffer.n_bytes / _MIB,
+        "predicted_mib": buffer.n_bytes / 2**20,
         "kind": buffer.kind,
         "place": buffer.buffer_type,
     }
@@ -186,7 +185,7 @@ def _where(buffer: Buffer, devices: Sequence[Device]) -> str:
 def _with_measured(row: dict[str, Any], n_bytes: int | None) -> dict[str, Any]:
     if n_bytes is None or row["kind"] in _NOT_LOGGED:
         return row
-    measured = n_bytes / _MIB
+    measured = n_bytes / 2**20
     return {**row, "measured_mib": measured, "difference": 100 * (row["predicted_mib"] / measured - 1)}
 
 
@@ -199,7 +198,7 @@ def _verdict(demand: Demand) -> str:
 
 
 def _mib(n_bytes: float) -> str:
-    return f"{n_bytes / _MIB:.3g} MiB"
+    return f"{n_bytes / 2**20:.3g} MiB"
 
 
 def _limits(config: EngineConfig) -> str:

@@ -14,8 +14,6 @@ from cppbatch.config import available_threads
 from cppbatch.engine.compute_threads import busy_cores, read_cpu_times
 from cppbatch.gpu_state import GpuSampler, GpuState
 
-_SAMPLE_INTERVAL_S = 0.1  # the driver's update interval
-
 
 class ResourceUsage:
     """A context manager that sets its figures at the end.
@@ -32,7 +30,7 @@ class ResourceUsage:
 
     def __enter__(self) -> ResourceUsage:
         self._samples: list[float] = []
-        self._gpus = GpuSampler(self._add, _SAMPLE_INTERVAL_S)
+        self._gpus = GpuSampler(self._add, 0.1)
         self._gpus.__enter__()
         self._cpu, self._began = _cpu_seconds(), perf_counter()
         return self
@@ -54,9 +52,6 @@ def _cpu_seconds() -> float:
 
 # --- other programs --------------------------------------------------------------------------------------------------
 # Measures the CPU time of other programs on this machine.
-
-
-_MIN_SHARE = 0.1  # of a core; programs above it are named
 
 
 class BusyProgram(NamedTuple):
@@ -86,7 +81,8 @@ def watch_other_programs(seconds: float) -> OtherPrograms:
         for process in _seconds_of_each().values()
         if process.pid in of_each
     ]
-    busiest = sorted((each for each in used if each.cores >= _MIN_SHARE), key=lambda each: -each.cores)
+    # programs that use a tenth of a core are named
+    busiest = sorted((each for each in used if each.cores >= 0.1), key=lambda each: -each.cores)
     return OtherPrograms(busy_cores(before, after, elapsed), busiest[:3])
 
 

@@ -114,7 +114,7 @@ def measure_speedup(
     n_parallel = max(sizes.batch_sizes)
     rows = []
     with load_model(config) as model:
-        longest = min(_ROOM + n_new, model.n_ctx_train)
+        longest = min(1024 + n_new, model.n_ctx_train)  # for prompts of up to 1024 tokens
         config = msgspec.structs.replace(config, n_ctx=n_parallel * longest, n_parallel=n_parallel)
         with BatchInferenceEngine(config, runtime=open_runtime(config, model)) as engine:
             check_can_run(engine.info, 1, n_new)

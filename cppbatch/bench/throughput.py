@@ -90,8 +90,6 @@ REQUEST_KINDS = {
 }
 """Kinds of requests with different sampling costs. "chain" uses llama.cpp's own samplers."""
 
-_TARGET_ITL_MS = 60_000  # so long that prompts are never split in favour of decoding sequences
-_WARM_UP = 8  # tokens
 
 _COLUMNS = [
     Column("kv_layout", "KV layout"),
@@ -171,7 +169,7 @@ def measure_throughput(
         config,
         n_ctx=max(sizes.batch_sizes) * (sizes.prompt_tokens + sizes.new_tokens),
         n_parallel=max(sizes.batch_sizes),
-        target_itl_ms=_TARGET_ITL_MS,
+        target_itl_ms=60_000,  # so long that prompts are never split in favour of decoding sequences
         prefix_cache=False,  # the bare loop needs an empty context
         spec="off",  # the bare loop does not use drafts
     )
@@ -204,7 +202,7 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes, meter: E
         prompts = [random_prompt(draw, sizes.prompt_tokens, runtime.info.n_vocab) for _ in range(n)]
         for name in sizes.kinds:
             params = msgspec.structs.replace(REQUEST_KINDS[name], ignore_eos=True)
-            n_few = min(sizes.new_tokens, _WARM_UP)
+            n_few = min(sizes.new_tokens, 8)  # tokens
             engine_loop(engine, prompts, params, n_few), bare_loop(runtime.context, batch, prompts, n_few)
             runs = []
             for _ in range(sizes.repeats):

@@ -326,10 +326,6 @@ def _with_decoded_arguments(call: Json, hide: Callable[[Any], Any]) -> Json:
     return call if hide(decoded) == decoded else {**call, "function": {**function, "arguments": decoded}}
 
 
-# --- detect ----------------------------------------------------------------------------------------------------------
-# The tool-call format of a chat template: learned, or one of the formats that cannot be described.
-
-
 _TOLD = {
     "<|tool_call|> followed by a JSON list": CallForm(
         begin="<|tool_call|>[", open="", head=f'{{"name": "{NAME}", "arguments": ', tail="}", close="", separator=", ",

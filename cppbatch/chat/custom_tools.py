@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from cppbatch.chat.lark_grammar import INPUT, LARK, UnsupportedGrammar, escape_lark
+from cppbatch.chat.escaped_lark import INPUT, LARK, UnsupportedGrammar, escape_lark
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, OutputParser, ToolCallStart
 from cppbatch.errors import InvalidRequest
 

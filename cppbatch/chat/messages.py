@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cppbatch.chat.lark_grammar import INPUT
+from cppbatch.chat.escaped_lark import INPUT
 from cppbatch.chat.media_parts import READABLE, MediaFields
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.errors import InvalidRequest

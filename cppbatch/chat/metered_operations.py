@@ -23,17 +23,14 @@ from cppbatch.chat.sandbox import HostFunction, Missing, tojson
 
 _BUDGET = 20_000
 """What a rendering may cost, in units of about half a microsecond; 20 messages cost about 2,000."""
-_BUDGET_PER_WEIGHT = 32
 _MAX_BUDGET = 500_000
-_SHORT = 256
+_FREE_CHARACTERS = 256
 """Texts up to this length cost nothing: the size of a loop's body or a macro covers them."""
-_LARGE = 100_000
+_LARGE_WEIGHT = 100_000
 """The weight from which a conversation is large: with it, any template may exceed its budget."""
-_CHARACTERS = 4  # 16 characters of a text cost one unit
+_CHARACTERS_SHIFT = 4  # 16 characters of a text cost one unit
 _MAX_INTEGER_BITS = 4096
 _MAX_INDENT = 16
-_MAX_DIGITS = 100
-_MAX_ITEMS = 8  # of a sum that is charged after it was computed
 
 
 class NotQuick(Exception):
@@ -78,9 +75,9 @@ def _raise_budget(wanted: int = 0) -> None:
         given = [value for value in _METER.variables.values() if type(value) is not HostFunction]
         _METER.variables = None
         _METER.weight = _weight(given, _MAX_BUDGET)
-        _METER.left += min(_BUDGET_PER_WEIGHT * _METER.weight, _MAX_BUDGET)
+        _METER.left += min(32 * _METER.weight, _MAX_BUDGET)
     if _METER.left < wanted:
-        raise NotQuick(is_large=_METER.weight > _LARGE)
+        raise NotQuick(is_large=_METER.weight > _LARGE_WEIGHT)
 
 
 def _weight(value: Any, most: int) -> int:
@@ -90,7 +87,7 @@ def _weight(value: Any, most: int) -> int:
     while rest and n <= most:
         each = rest.pop()
         if type(each) is str:
-            n += len(each) >> _CHARACTERS
+            n += len(each) >> _CHARACTERS_SHIFT
         elif isinstance(each, (list, tuple)):
             n += len(each)
             rest += each
@@ -108,7 +105,7 @@ def charge_weight(*values: Any) -> None:
     for value in values:
         kind = type(value)
         if kind is str:
-            charge(len(value) >> _CHARACTERS)
+            charge(len(value) >> _CHARACTERS_SHIFT)
         elif kind is dict or isinstance(value, (list, tuple)):
             if (n := _weight(value, _METER.left)) > _METER.left:
                 _raise_budget(n)
@@ -136,7 +133,7 @@ def to_text(value: Any) -> str:
 def concat(pieces: Iterable[str]) -> str:
     """Joins the output of macros and of the whole template, and charges for its length."""
     texts = list(pieces)
-    charge(sum(map(len, texts)) >> _CHARACTERS)
+    charge(sum(map(len, texts)) >> _CHARACTERS_SHIFT)
     return "".join(texts)
 
 
@@ -154,21 +151,21 @@ def _each(items: Iterable[Any], n: int = 1) -> Iterator[Any]:
 
 def _add(*items: Any) -> Any:
     """`a + b + ...`"""
-    if len(items) > _MAX_ITEMS:
+    if len(items) > 8:  # a sum is charged after it was computed
         return reduce(_plus, items)
     try:
         text = "".join(items)
     except TypeError:
         return reduce(_plus, items)
-    if len(text) > _SHORT:
-        charge(len(text) >> _CHARACTERS)
+    if len(text) > _FREE_CHARACTERS:
+        charge(len(text) >> _CHARACTERS_SHIFT)
     return text
 
 
 def _plus(left: Any, right: Any) -> Any:
     for item in (left, right):
         if type(item) is str:
-            charge(len(item) >> _CHARACTERS)
+            charge(len(item) >> _CHARACTERS_SHIFT)
         elif isinstance(item, (list, tuple)):
             charge(len(item))
     return left + right
@@ -177,7 +174,7 @@ def _plus(left: Any, right: Any) -> Any:
 def _tilde(*items: Any) -> str:
     """`a ~ b ~ ...`"""
     texts = [item if type(item) is str else to_text(item) for item in items]
-    charge(sum(map(len, texts)) >> _CHARACTERS)
+    charge(sum(map(len, texts)) >> _CHARACTERS_SHIFT)
     return "".join(texts)
 
 
@@ -187,7 +184,7 @@ def _times(left: Any, right: Any) -> Any:
         if items.bit_length() + n.bit_length() > _MAX_INTEGER_BITS:
             raise NotQuick
     elif isinstance(items, (str, list, tuple)) and isinstance(n, int):
-        charge(len(items) * max(n, 0) >> (_CHARACTERS if isinstance(items, str) else 0))
+        charge(len(items) * max(n, 0) >> (_CHARACTERS_SHIFT if isinstance(items, str) else 0))
     return left * right
 
 
@@ -205,7 +202,7 @@ def _modulo(left: Any, right: Any) -> Any:
 
 def _slice(value: Any, start: Any, stop: Any, step: Any) -> Any:
     if isinstance(value, (str, list, tuple)):
-        charge(len(value) >> _CHARACTERS)
+        charge(len(value) >> _CHARACTERS_SHIFT)
     return value[start:stop:step]
 
 
@@ -224,7 +221,7 @@ def _is_in(left: Any, right: Any) -> bool:
     if isinstance(right, (Iterator, ValuesView, ItemsView)):
         right = _list(right)
     if type(right) is str:
-        charge(len(right) >> _CHARACTERS)
+        charge(len(right) >> _CHARACTERS_SHIFT)
     elif type(right) is not dict and type(right) is not _KEYS:
         charge_weight(right)
     return left in right
@@ -248,10 +245,10 @@ def _of_text(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def metered(value: Any, *args: Any) -> Any:
         text = value if type(value) is str else to_text(value)
-        if len(text) > _SHORT:
-            charge(len(text) >> _CHARACTERS)
+        if len(text) > _FREE_CHARACTERS:
+            charge(len(text) >> _CHARACTERS_SHIFT)
         for arg in args:
-            if type(arg) is not str or len(arg) > _SHORT:
+            if type(arg) is not str or len(arg) > _FREE_CHARACTERS:
                 charge_weight(arg)
         return function(text, *args)
 
@@ -263,15 +260,15 @@ def _strip(function: Callable[..., str]) -> Callable[..., str]:
         text = value if type(value) is str else to_text(value)
         if chars is not None and type(chars) is not str:
             raise NotQuick
-        if (n := len(text) * len(chars or "x")) > _SHORT:
-            charge(n >> _CHARACTERS)
+        if (n := len(text) * len(chars or "x")) > _FREE_CHARACTERS:
+            charge(n >> _CHARACTERS_SHIFT)
         return function(text, chars)
 
     return metered
 
 
 def _split(text: str, sep: str | None = None, maxsplit: int = -1) -> list[str]:
-    charge(1 + (len(text) >> _CHARACTERS))
+    charge(1 + (len(text) >> _CHARACTERS_SHIFT))
     charge(text.count(sep) if sep else len(text) >> 1)
     return text.split(sep, maxsplit)
 
@@ -283,8 +280,8 @@ def _splitlines(text: str, keepends: bool = False) -> list[str]:
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
     text, old, new = to_text(value), to_text(old), to_text(new)
-    charge(1 + (len(text) >> _CHARACTERS))
-    charge(text.count(old) * (1 + len(new)) >> _CHARACTERS)
+    charge(1 + (len(text) >> _CHARACTERS_SHIFT))
+    charge(text.count(old) * (1 + len(new)) >> _CHARACTERS_SHIFT)
     return text.replace(old, new, -1 if count is None else count)
 
 
@@ -292,7 +289,7 @@ def _indent(value: Any, width: int | str = 4, first: bool = False, blank: bool =
     text = to_text(value)
     if not isinstance(width, int) or width > _MAX_INDENT:
         raise NotQuick
-    charge((len(text) >> _CHARACTERS) + 4 * len(text.splitlines()))
+    charge((len(text) >> _CHARACTERS_SHIFT) + 4 * len(text.splitlines()))
     return jinja2.filters.do_indent(text, width, first, blank)
 
 
@@ -305,13 +302,13 @@ def _join(value: Iterable[Any], separator: Any = "", attribute: Any = None) -> s
         raise NotQuick
     texts = [to_text(item) for item in _each(value)]
     separator = to_text(separator)
-    charge((sum(map(len, texts)) + len(separator) * len(texts)) >> _CHARACTERS)
+    charge((sum(map(len, texts)) + len(separator) * len(texts)) >> _CHARACTERS_SHIFT)
     joined: str = separator.join(texts)
     return joined
 
 
 def _int(value: Any, default: int = 0, base: int = 10) -> int:
-    if isinstance(value, str) and len(value) > _MAX_DIGITS:
+    if isinstance(value, str) and len(value) > 100:
         raise NotQuick
     return jinja2.filters.do_int(value, default, base)
 
@@ -371,7 +368,7 @@ def _tojson(
     if indent is not None:  # each line has the indentation of its depth
         if not isinstance(indent, int) or indent > _MAX_INDENT:
             raise NotQuick
-        charge(_weight(value, _MAX_BUDGET) * _depth(value) * max(indent, 0) >> _CHARACTERS)
+        charge(_weight(value, _MAX_BUDGET) * _depth(value) * max(indent, 0) >> _CHARACTERS_SHIFT)
     return tojson(value, ensure_ascii, indent, separators, sort_keys)
 
 

@@ -41,7 +41,6 @@ from cppbatch.chat.sandbox import (
 
 _MAX_SOURCE = 32_000
 """Characters of a template that is compiled in this process. The largest that llama.cpp ships has 17,000."""
-_MAX_NODES = 10_000
 _MAX_PYTHON = 500_000
 """Characters of the Python code that Jinja makes of it."""
 
@@ -200,7 +199,7 @@ class _MeteredSandbox(Sandbox):
     concat = staticmethod(concat)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        if sum(1 for _ in source.find_all(nodes.Node)) > _MAX_NODES:
+        if sum(1 for _ in source.find_all(nodes.Node)) > 10_000:
             raise NotQuick
         return super()._generate(_Metering().visit(source), *args, **kwargs)
 

@@ -271,10 +271,6 @@ class PlainTextParser:
         return []
 
 
-# --- deltas ----------------------------------------------------------------------------------------------------------
-# An assistant's message and the deltas it is streamed in.
-
-
 class TextDelta(msgspec.Struct, frozen=True):
     """More text of the answer."""
 

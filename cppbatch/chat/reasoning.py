@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import InvalidRequest
+from cppbatch.setting import INT32_MAX
 
 _KNOWN_TAGS = (
     ("<think>", "</think>"),
@@ -107,7 +108,6 @@ def effort_variables(field: str, effort: str | None) -> dict[str, Any]:
 _EFFORT_TOKENS = {"none": 0, "minimal": 128, "low": 1024, "medium": 4096}  # higher ones have no limit
 UNLIMITED = -1
 """No limit, as in llama-server."""
-_MOST = 2**31 - 1
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +140,7 @@ def effort_tokens(variables: dict[str, Any]) -> int | None:
 def check_budget(**fields: int | None) -> int | None:
     """The first given field among these; None if none is given. Raises `InvalidRequest`."""
     field, wanted = next(((name, value) for name, value in fields.items() if value is not None), ("", None))
-    if wanted is not None and (type(wanted) is not int or not UNLIMITED <= wanted <= _MOST):
-        message = f"it must be the maximum number of reasoning tokens, 0 to {_MOST}, or {UNLIMITED} for no limit"
+    if wanted is not None and (type(wanted) is not int or not UNLIMITED <= wanted <= INT32_MAX):
+        message = f"it must be the maximum number of reasoning tokens, 0 to {INT32_MAX}, or {UNLIMITED} for no limit"
         raise InvalidRequest(field, f"is {wanted!r:.80}; {message}")
     return wanted

@@ -18,7 +18,6 @@ import jinja2
 
 from cppbatch.chat.sandbox import GivenList, HostFunction, Sandbox, make_sandbox, render_template
 
-_MAX_SECONDS = 10  # more than the reader's limit: it kills this process earlier
 _MAX_MEMORY = 1 << 30
 """Bytes of the address space, on Linux."""
 _LENIENT = (TypeError, jinja2.UndefinedError, RecursionError)
@@ -32,7 +31,7 @@ def main() -> None:
     template = None
     _answer({})
     for line in sys.stdin.buffer:
-        _set_alarm(_MAX_SECONDS)
+        _set_alarm(10)  # the reader kills this process earlier
         try:
             given = json.loads(line)
             if template is None:

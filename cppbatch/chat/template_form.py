@@ -28,7 +28,6 @@ _QUESTION, _TEXT, _THOUGHT = "probe-question", "probe-text", "probe-thought"
 _NAMES, _IDS = ("probe_one", "probe_two"), ("probe0001", "probe0002")
 _KEYS = ("probe_ka", "probe_kb")
 NAMED_ID = "functions.{name}:{index}"  # Kimi's: its templates write no other name
-_LONGEST_ENDING = 100
 _LONG_ID = "call_probe0001"
 _MARKUP = 'probe "quoted" <b>&'
 _TYPED: Json = {"integer": 471147, "boolean": True, "object": {"probe_i": 1}, "array": ["probe-i"]}
@@ -95,7 +94,7 @@ def learn(render: Render) -> TemplateForm:
     if calls and calls.prompted:
         text_begin = calls.separator + probe.before_text.rpartition(calls.separator)[2]
     last = str.strip if probe.always_prompts else _without_last_tag
-    endings = {ending for each in (probe.text_end, call_ending) if 0 < len(ending := last(each)) <= _LONGEST_ENDING}
+    endings = {ending for each in (probe.text_end, call_ending) if 0 < len(ending := last(each)) <= 100}
     return TemplateForm(thought=thought, dropped=tuple(sorted({*filter(None, [text_begin]), *endings})), calls=calls)
 
 

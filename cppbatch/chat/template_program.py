@@ -27,9 +27,6 @@ from cppbatch.errors import ConfigError, InvalidRequest
 
 MAX_SOURCE = 1_000_000
 """Characters of a template. The largest that llama.cpp ships has 17,000."""
-_MAX_PROGRAMS = 64
-_MAX_CALLS = 100
-_MAX_CALL_BYTES = 8 << 20
 _START_S, _IDLE_S = 10.0, 30.0
 
 
@@ -70,7 +67,7 @@ def quick_only() -> Iterator[None]:
         _QUICK_ONLY.reset(token)
 
 
-@lru_cache(_MAX_PROGRAMS)
+@lru_cache(64)
 def program_of(source: str) -> TemplateProgram:
     """The template with this text. It is compiled once, and stays known as broken or slow."""
     return TemplateProgram(source)
@@ -269,11 +266,11 @@ def _exchange(
     stdin: IO[bytes], stdout: IO[bytes], line: bytes, functions: dict[str, HostFunction]
 ) -> tuple[dict[str, Any], str]:
     """Writes a line, and returns the answer with its text. Raises OSError or EOFError if the process ends."""
-    for _ in range(_MAX_CALLS):
+    for _ in range(100):  # the next call starts another child, so that memory does not grow
         if line:
             stdin.write(line + b"\n")
             stdin.flush()
-        header = stdout.readline(_MAX_CALL_BYTES)
+        header = stdout.readline(8 << 20)
         if not header.endswith(b"\n"):
             raise EOFError
         answer: dict[str, Any] = json.loads(header)

@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cppbatch.cli.engine_options import (
-    Command,
-    Option,
-    deployment_options,
-    engine_options,
-    profile_and_memory_options,
-    with_options,
-)
+from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.engine_options import Command, Option, engine_options, profile_and_memory_options, with_options
 from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options
@@ -42,11 +36,7 @@ if TYPE_CHECKING:
     from cppbatch.server.api.batches.offline import OfflineJob
     from cppbatch.server.video import VideoSettings
 
-_SAMPLE_S = 0.25  # between two updates of the bar
-_N_SAMPLES = 20  # for the speed in the bar
-_LINE_INTERVAL_S = 60.0
 _SIZED_FILES = 16  # read to estimate the sizes of a job: reading a PDF takes a second
-_FAILURES_READ = 1000  # searched for the first failed line: failures are recorded in the order in which they occur
 
 _JOB_OPTIONS: list[Option] = [
     click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path(path_type=Path)),
@@ -354,7 +344,8 @@ def first_failure(errors: Path) -> str:
     """The message of the first failed line, among the earliest failures; "" without failures or if they are gone."""
     try:
         with open_regular(errors) as file:
-            result = min(map(msgspec.json.decode, islice(file, _FAILURES_READ)), key=lambda each: each["line"])
+            # failures are recorded in the order in which they occur: the first line is usually among the first 1000
+            result = min(map(msgspec.json.decode, islice(file, 1000)), key=lambda each: each["line"])
         error = result["error"] or result["response"]["body"]["error"]
         return f"line {result['line']}: {error['message']}"
     except (OSError, ValueError, KeyError, TypeError):
@@ -382,7 +373,7 @@ class BatchProgress:
         self._job = job
         self._began = 0.0
         self._n_before = 0  # lines finished when the clock started
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_N_SAMPLES)  # time, tokens
+        self._samples: deque[tuple[float, int]] = deque(maxlen=20)  # time, tokens: for the speed in the bar
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cppbatch-progress", daemon=True)
 
@@ -410,7 +401,7 @@ class BatchProgress:
         if sys.stderr.isatty() and not (self._job.job.is_stream and sys.stdout.isatty()):  # results would garble it
             self._show_bar()
         else:
-            while not self._ended.wait(_LINE_INTERVAL_S):
+            while not self._ended.wait(60.0):
                 _say(f"{self._counts()}; {self.speed()}{self._time_left()}")
 
     @property
@@ -447,7 +438,7 @@ class BatchProgress:
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=None)
             while True:
-                has_ended = self._ended.wait(_SAMPLE_S)
+                has_ended = self._ended.wait(0.25)
                 job = self._job
                 description = (
                     f"done, {job.journal.n_failed} failed, {self._recent_speed():.3g} tokens/s, batch {job.n_running}"

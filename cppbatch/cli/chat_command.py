@@ -102,12 +102,12 @@ def chat(
     Enter sends a message, Alt-Enter or Ctrl-J starts a new line. Ctrl-C stops an answer, Ctrl-D quits, /help lists the
     commands. If the input is not a terminal, each input line is a message, and only the answers are written.
     """
+    from cppbatch.cli.chat.answer_view import TerminalView
     from cppbatch.cli.chat.session import COMMANDS, ChatSession, read_messages
     from cppbatch.cli.chat.terminal import (
         ANSWER_STYLES,
         PlainView,
         TerminalInput,
-        TerminalView,
         is_terminal,
         piped_lines,
         quiet_terminal,

@@ -25,7 +25,6 @@ _WATCH_S = 0.5
 _DRM = Path("/sys/class/drm")
 _MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # PCI's numbers, as in scripts/install.py
 _INTEGRATED, _INTEL_INTEGRATED = "integrated", "0000:00:02.0"  # the place on the bus of the GPU in Intel's processors
-_BUSY = 0.3  # report other programs that use at least this many cores
 
 
 class Finding(NamedTuple):
@@ -88,7 +87,7 @@ def _other_programs() -> Finding:
     from cppbatch.bench.resource_usage import watch_other_programs
 
     others = watch_other_programs(_WATCH_S)
-    if others.cores < _BUSY:
+    if others.cores < 0.3:
         return Finding("cores", "not used by other programs")
     names = ", ".join(f"{each.name} (process {each.pid}) {each.cores:.1f}" for each in others.busiest)
     return Finding(

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -27,7 +26,7 @@ from cppbatch.config import (
     setting_name,
 )
 from cppbatch.errors import ConfigError
-from cppbatch.setting import env_of
+from cppbatch.setting import INT32_MAX, env_of
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -128,9 +127,6 @@ def with_options(command: Command, options: Sequence[Option]) -> Command:
     return command
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
 def _scaled_files(_context: object, _option: object, given: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
     lists = ([each] if Path(each).is_file() else each.split(",") for each in given)  # a file name may contain a comma
     return tuple(_scaled_file(each) for files in lists for each in files)
@@ -179,7 +175,7 @@ def _parallel(context: click.Context, option: click.Parameter, given: int) -> in
 
 def _cache_ram(_context: object, _option: object, given: int) -> int:
     """llama-server's -1 means no limit."""
-    return _NO_RAM_LIMIT if given == -1 else given
+    return INT32_MAX if given == -1 else given  # MiB: no limit
 
 
 def _disk_folder(_context: object, _option: object, given: str) -> str:
@@ -211,7 +207,6 @@ def _numbers(of_text: Callable[[str], float], example: str) -> Callable[[object,
     return convert
 
 
-_NO_RAM_LIMIT = 2**31 - 1  # MiB
 _SPEC_TYPES = {
     "none": "off", "draft-simple": "draft", "draft-mtp": "mtp",
     "draft-eagle3": "eagle3", "draft-dflash": "dflash", "draft-dspark": "dflash",
@@ -442,7 +437,7 @@ def context_length(path: Path) -> int:
 def engine_settings_options(command: Command, *, without: Collection[str] = ()) -> Command:
     """Adds the options of the engine's settings, except the model. The command gets `engine`, their values.
 
-    `without`: as in `engine_options`.
+    `without`: fields that the command sets itself; they get no option.
     """
 
     @wraps(command)
@@ -490,93 +485,6 @@ def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-
-
-# --- where it runs ----------------------------------------------------------------------------------------------------
-
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
-
-
-class CountRange(click.ParamType):  # type: ignore[type-arg]
-    """`2` or `1..4`: a number, and the maximum to which it scales with the load; None if it is fixed."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
-        if isinstance(value, tuple):
-            return value
-        if found := _RANGE.fullmatch(str(value)):
-            return int(found[1]), int(found[2])
-        if re.fullmatch(r"-?\d+", str(value)):
-            return int(value), None
-        return self.fail(f"{value!r} is neither a number, such as 2, nor a range, such as 1..4", param, ctx)
-
-
-_DEPLOYMENT = [
-    option(
-        "--workers", type=CountRange(), default="1", metavar="N or MIN..MAX",
-        help="Worker processes, each with its own copy of the model and its own KV cache. 1..4: start with one, add "
-        "more while requests wait and memory allows, and remove idle ones.",
-    ),
-    option(
-        "--downscale-delay", type=float, default=60,
-        help="With --workers or --replicas MIN..MAX: seconds of low load before one is stopped.",
-    ),
-    option(
-        "--devices", metavar="0,1,...", default=None,
-        help="GPU indices as numbered by llama.cpp, one worker per GPU. Default: one worker uses all GPUs.",
-    ),
-    option(
-        "--step-timeout", type=float, default=300,
-        help="Seconds without a finished step after which a worker is considered hung and is replaced.",
-    ),
-    option(
-        "--sleep-idle-seconds", "--ttl", "sleep_idle_seconds", type=float, default=-1,
-        help="Seconds without a request after which a model is unloaded; the next request loads it again. -1: never.",
-    ),
-    option(
-        "--in-process", is_flag=True,
-        help="For debugging: run the engine in the server process. A crash of the engine then also ends the server.",
-    ),
-]  # fmt: skip
-
-
-def deployment_options(command: Command) -> Command:
-    """Adds the options of worker processes. The command gets `deployment`, a `Deployment`."""
-
-    @wraps(command)
-    def with_deployment(
-        *,
-        workers: tuple[int, int | None],
-        downscale_delay: float,
-        devices: str | None,
-        step_timeout: float,
-        sleep_idle_seconds: float,
-        in_process: bool,
-        **arguments: Any,
-    ) -> Any:
-        from cppbatch.cluster.deployment import Deployment
-
-        deployment = Deployment(
-            workers=workers[0],
-            max_workers=workers[1],
-            downscale_delay=downscale_delay,
-            devices=_device_numbers(devices),
-            step_timeout=step_timeout,
-            sleep_idle_seconds=sleep_idle_seconds,
-            in_process=in_process,
-        )
-        return command(deployment=deployment, **arguments)
-
-    return with_options(with_deployment, _DEPLOYMENT)
-
-
-def _device_numbers(devices: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(device) for device in devices.split(",")) if devices else ()
-    except ValueError:
-        message = f"{devices!r} is not a comma-separated list of numbers, such as 0,1"
-        raise click.BadParameter(message, param_hint="--devices") from None
 
 
 # --- before it is loaded ----------------------------------------------------------------------------------------------
@@ -639,19 +547,17 @@ def profile_and_memory_options(
     return with_options(with_checked_config, _PROFILE_AND_MEMORY)
 
 
-_RPC_WAIT_S = 60.0  # machines switched on together take different times to boot
-
-
 def _wait_for_rpc_workers(config: EngineConfig) -> None:
     from cppbatch.rpc_endpoint import parse_endpoint, wait_for_workers
 
     endpoints = [parse_endpoint(each) for each in config.rpc]
-    wait_for_workers(endpoints, _RPC_WAIT_S, lambda line: click.echo(line, err=True))
+    # machines switched on together take different times to boot
+    wait_for_workers(endpoints, 60.0, lambda line: click.echo(line, err=True))
 
 
 def _watching_memory(deployment: Deployment, asked: EngineConfig, *, memory_check: bool) -> Deployment:
     from cppbatch.sizing.fit_again import refit
-    from cppbatch.sizing.sizes import memory_shortage
+    from cppbatch.sizing.memory_check import memory_shortage
 
     return msgspec.structs.replace(
         deployment, refit=refit(asked), memory_shortage=memory_shortage if memory_check else None

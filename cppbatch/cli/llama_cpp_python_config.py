@@ -110,7 +110,7 @@ def _decode(path: Path) -> Any:
 
 
 def _flags(settings: Json, where: str) -> Json:
-    """The settings of a model, as in `ModelFile`."""
+    """The settings of a model, named like those of `ModelFile`."""
     settings = {
         name: _convert(value, _TYPES[name], f"{where}: {name}") if name in _TYPES else value
         for name, value in settings.items()

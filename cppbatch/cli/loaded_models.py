@@ -11,9 +11,6 @@ from typing import Any
 from cppbatch.cli.output import format_bytes
 from cppbatch.errors import CppBatchError
 
-_TIMEOUT_S = 10
-_NEVER_DAYS = 36_500  # servers name a time centuries from now
-
 
 def loaded_models(url: str, api_key: str | None) -> list[tuple[str, ...]]:
     """Name, size, type, context length and the time of unloading, of each model that the server at `url` has loaded.
@@ -23,7 +20,7 @@ def loaded_models(url: str, api_key: str | None) -> list[tuple[str, ...]]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/api/ps", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=10) as answer:
             models: list[dict[str, Any]] = json.load(answer)["models"]
     except urllib.error.HTTPError as error:
         raise CppBatchError(
@@ -36,7 +33,7 @@ def loaded_models(url: str, api_key: str | None) -> list[tuple[str, ...]]:
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
     until = datetime.fromisoformat(model["expires_at"].replace("Z", "+00:00"))
-    is_kept = (until - datetime.now(timezone.utc)).days > _NEVER_DAYS
+    is_kept = (until - datetime.now(timezone.utc)).days > 36_500  # servers name a time centuries from now
     size, kind = format_bytes(model["size"]), model["details"]["quantization_level"]
     when = "never" if is_kept else until.astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return model["name"], size, kind, f"{model['context_length']:,}", when

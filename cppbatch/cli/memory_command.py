@@ -86,8 +86,9 @@ def memory(
     """
     from cppbatch.bench.memory_report import memory_report, plot_memory, with_measured
     from cppbatch.sizing.attention import plan_attention
+    from cppbatch.sizing.memory_check import first_ample
     from cppbatch.sizing.placement import describe_placements
-    from cppbatch.sizing.sizes import SIZES, candidates_for, first_ample
+    from cppbatch.sizing.sizes import SIZES, candidates_for
 
     given = given_settings()
     if overhead:

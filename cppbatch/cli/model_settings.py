@@ -16,7 +16,8 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from cppbatch.cli.engine_options import context_length, deployment_options, engine_settings_options
+from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.engine_options import context_length, engine_settings_options
 from cppbatch.cli.llama_server_flags import RENAMED, UNNEEDED
 from cppbatch.cli.server_options import MODEL_SETTINGS, model_options, take_template_variables
 from cppbatch.cluster.deployment import Deployment

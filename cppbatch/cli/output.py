@@ -6,8 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-_INTERVAL_S = 0.1
-
 
 @contextlib.contextmanager
 def loading_bar(fraction: Callable[[], float]) -> Iterator[None]:
@@ -25,7 +23,7 @@ def loading_bar(fraction: Callable[[], float]) -> Iterator[None]:
         task = bar.add_task("", total=1.0)
 
         def follow() -> None:
-            while not ended.wait(_INTERVAL_S):
+            while not ended.wait(0.1):
                 bar.update(task, completed=fraction())
 
         follower = threading.Thread(target=follow, name="cppbatch-loading", daemon=True)
@@ -35,10 +33,6 @@ def loading_bar(fraction: Callable[[], float]) -> Iterator[None]:
         finally:
             ended.set()
             follower.join()
-
-
-# --- formats ---------------------------------------------------------------------------------------------------------
-# Numbers of weights and sizes of files, for lines and tables.
 
 
 def format_count(n: int) -> str:

@@ -12,15 +12,17 @@ from cppbatch.cli.output import format_bytes, format_count
 from cppbatch.config import CPU_PARTS, EngineConfig, available_threads
 from cppbatch.errors import ModelError
 from cppbatch.models.attention_times import RequestSizes
-from cppbatch.models.inspect import ModelFacts, describe_draft, encoded_media, inspect_model
+from cppbatch.models.draft_files import describe_draft
+from cppbatch.models.inspect import ModelFacts, encoded_media, inspect_model
 from cppbatch.sizing.attention import ATTENTION, plan_attention
 from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import describe_speeds
+from cppbatch.sizing.memory_check import Planned, check_planned, first_ample
+from cppbatch.sizing.placement import Engines, describe_speeds
 from cppbatch.sizing.profile import profile_path
 from cppbatch.sizing.profile import use_profile as with_profile
-from cppbatch.sizing.sizes import SIZES, Engines, Planned, candidates_for, check_planned, first_ample
+from cppbatch.sizing.sizes import SIZES, candidates_for
 
 
 def plan_start(
@@ -77,10 +79,6 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
         say(f"placed with --prefer {planned.config.prefer}: {describe_speeds(planned.config, planned.speeds)}")
     if misses_profile and not os.path.isfile(profile_path(planned.config)):
         say("optional: `cppbatch tune` finds the fastest settings for this model, in up to 5 minutes (no profile yet)")
-
-
-# --- start lines -----------------------------------------------------------------------------------------------------
-# The lines that `serve`, `generate` and `batch` print before they load a model: what runs where, in which memory.
 
 
 def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate | None) -> str:

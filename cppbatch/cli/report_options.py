@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from cppbatch.bench.report import Report
 
-_FILE_WIDTH = 200  # columns, where the output is not a terminal
 
 Draw = Callable[["Report"], "Figure"]
 
@@ -59,7 +58,7 @@ def report_options(command: Command) -> Command:
         else:
             console = Console()
         if not console.is_terminal:
-            console.width = _FILE_WIDTH
+            console.width = 200  # the output is not a terminal
         console.print(report.table())
         if json_file:
             report.write_json(json_file)

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from cppbatch.cli.engine_options import Command, Option, option, with_options
-from cppbatch.engine.params import DEFAULT_MAX_TOKENS, PARAMS, SAMPLERS, SamplingParams
+from cppbatch.engine.params import DEFAULT_MAX_TOKENS, MOST_BIAS, PARAMS, SAMPLERS, SamplingParams
 from cppbatch.errors import ConfigError
 
-_RANDOM_SEED = 2**32 - 1  # llama.cpp's -1
 _DEFAULTS = SamplingParams()
 
 
@@ -28,7 +27,7 @@ def _sampler_names(_context: object, _option: object, given: str | None) -> list
 
 
 def _seed(_context: object, _option: object, given: int | None) -> int | None:
-    return -1 if given == _RANDOM_SEED else given
+    return -1 if given == 2**32 - 1 else given  # llama.cpp stores -1 as this number
 
 
 def _file_text(_context: object, _option: object, given: Path | None) -> str | None:
@@ -46,7 +45,7 @@ def _biases(_context: object, _option: object, given: tuple[str, ...]) -> dict[s
         if not (parts := _BIAS.fullmatch(each.replace(" ", ""))):
             raise click.BadParameter(f"{each!r:.80} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS, such as 15043-1")
         token, bias = str(int(parts[1])), float(parts[2])
-        found[token] = max(-_MOST_BIAS, min(_MOST_BIAS, found.get(token, 0.0) + bias))  # -inf is the least
+        found[token] = max(-MOST_BIAS, min(MOST_BIAS, found.get(token, 0.0) + bias))  # -inf is the least
     return found or None
 
 
@@ -56,7 +55,6 @@ def _unescape(text: str) -> str:
 
 
 _BIAS = re.compile(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", re.IGNORECASE)
-_MOST_BIAS = 100.0
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 _ESCAPE = re.compile(r"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
 

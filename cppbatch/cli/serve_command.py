@@ -13,10 +13,9 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from cppbatch.cli.deployment_options import CountRange, deployment_options
 from cppbatch.cli.engine_options import (
     Command,
-    CountRange,
-    deployment_options,
     engine_options,
     given_settings,
     option,
@@ -44,10 +43,6 @@ if TYPE_CHECKING:
     from cppbatch.server.address import Address
     from cppbatch.server.models.served import ServedModels
     from cppbatch.server.settings import ServerSettings
-
-
-# --- ray options -----------------------------------------------------------------------------------------------------
-# Options of `cppbatch serve` for a Ray cluster.
 
 
 _LOCAL = "local"  # `ray_cluster.LOCAL`, not imported because --help does not need that package
@@ -119,9 +114,6 @@ def ray_options(command: Command) -> Command:
 def _is_given(name: str) -> bool:
     source = click.get_current_context().get_parameter_source(name)
     return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-
-
-# --- serve command ---------------------------------------------------------------------------------------------------
 
 
 COMMON = (

@@ -43,7 +43,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which fewer workers must have sufficed before one is drained."""
     memory_shortage: Callable[[EngineConfig], str | None] | None = None
     """Returns why an engine does not fit into the free memory, None if it does. Called on a thread before another
-    worker is started, for example `cppbatch.sizing.sizes.memory_shortage`; None: no check."""
+    worker is started, for example `cppbatch.sizing.memory_check.memory_shortage`; None: no check."""
     refit: Callable[[EngineConfig, int], EngineConfig] | None = None
     """Chooses smaller settings for a worker whose memory runs out (`cppbatch.sizing.fit_again.refit`); None: they stay
     the same. Not for workers above the minimum number: they must not make the clients' limits smaller."""

@@ -43,7 +43,6 @@ UnloadReason = Literal["evicted", "idle", "asked", "changed"]
 
 _MAX_ATTEMPTS = 3  # to load a model, if earlier ones were killed from outside
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # after a failure, before a request retries
-_CLOCK_ERROR_S = 1e-6  # a timer may end too early by a rounding error
 
 
 class LoadableEngine(Protocol):
@@ -523,7 +522,7 @@ class ModelPool(Generic[Plan, Engine]):
 
     def _unload_expired(self) -> None:
         for model, seconds in self._expiring():
-            if seconds < _CLOCK_ERROR_S:
+            if seconds < 1e-6:  # a timer may end too early by a rounding error
                 self._leave(model, "idle")
 
     def _next_expiry(self) -> float | None:

@@ -12,9 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from cppbatch.engine.request import GenerationRequest, Media, MediaPrompt, Pair, text_of_part
 
-_MIN_LENGTH = 64  # characters
 _CHARACTERS_PER_TOKEN = 4
-_TOKENS_PER_REQUEST = 64  # a known prefix of this length outweighs one more request in the queue
 _MAX_PREFIXES = 8192  # remembered per member
 
 Member = TypeVar("Member", bound=Hashable)
@@ -51,7 +49,8 @@ class PrefixRouter(Generic[Member]):
         least = loads[chosen]
         best = (least, 0)
         for prefix in reversed(prefixes):
-            n_extra = min(self._max_extra_requests, prefix.n_tokens // _TOKENS_PER_REQUEST)
+            # 64 tokens of a known prefix outweigh one more request in the queue
+            n_extra = min(self._max_extra_requests, prefix.n_tokens // 64)
             if best < (least - n_extra, -prefix.n_tokens):
                 break  # no member with a shorter prefix can be better
             for member in self._holders.get(prefix, ()):
@@ -106,7 +105,7 @@ def _text_with_digests(prompt: MediaPrompt) -> str:
 
 def _parts(prompt: str | list[int]) -> Iterator[tuple[int, str | list[int]]]:
     characters = 1 if isinstance(prompt, str) else _CHARACTERS_PER_TOKEN
-    length = _MIN_LENGTH
+    length = 64  # characters of the shortest remembered prefix
     while length <= len(prompt) * characters:
         yield length, prompt[: length // characters]
         length *= 2

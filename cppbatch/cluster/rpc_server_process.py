@@ -20,9 +20,7 @@ from cppbatch.errors import ConfigError, LlamaError
 log = logging.getLogger("cppbatch.rpc")
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
-_STABLE_S = 60.0  # after this uptime, the next crash counts as the first in a row
 _START_S = 60.0
-_POLL_S = 0.05
 
 
 class RpcServerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +45,8 @@ class RestartPauses:
 
     def next(self, lived_s: float) -> float:
         """Seconds to wait after a crash."""
-        self._n_in_a_row = 1 if lived_s >= _STABLE_S else self._n_in_a_row + 1
+        # a crash after a minute of work is the first in a row
+        self._n_in_a_row = 1 if lived_s >= 60.0 else self._n_in_a_row + 1
         return float(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._n_in_a_row - 1)))
 
 
@@ -131,7 +130,7 @@ class _Server:
             if self.devices:
                 with contextlib.suppress(OSError), socket.create_connection((self._setup.host, self._setup.port), 1):
                     return
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
         raise _NotStarted(f"the RPC server did not start within {_START_S:.0f} s")
 
     def end(self) -> None:

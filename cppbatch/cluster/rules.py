@@ -7,10 +7,6 @@ from typing import Literal, NamedTuple
 
 from cppbatch.errors import ConfigError
 
-# --- number of workers -----------------------------------------------------------------------------------------------
-# Decides when to add or remove a worker of a group. No processes, no clock: the caller passes the time.
-
-
 _MAX_WAIT_S = 5.0  # start a worker if a request waits longer for its first token, while requests are queued
 _QUEUE_DELAY_S = 2.0  # or if the queue is long for this time
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 30.0, 600.0  # after a start that fails or is prevented by memory
@@ -94,9 +90,6 @@ def _since(since: float | None, now: float, is_so: bool) -> float | None:
 
 def _lasts(since: float | None, now: float, seconds: float) -> bool:
     return since is not None and now - since >= seconds
-
-
-# --- times of a worker -----------------------------------------------------------------------------------------------
 
 
 _MIN_STEP_TIMEOUT_S = 2.0  # an idle worker has one heartbeat per second

@@ -51,8 +51,6 @@ from cppbatch.typed_json import convert
 Json = dict[str, Any]
 Result = TypeVar("Result")
 
-_THREADS = 2
-_LONGEST_WAIT_S = 5.0
 
 Message = Mapping[str, object]
 """OpenAI's object: `{"role": "user", "content": "Hello"}`. Content may include image and audio parts, such as `{"type":
@@ -182,10 +180,10 @@ class ChatFormats:
     """The chat formats of a model: for its own template, and for others. Each is created once."""
 
     def __init__(self, info: ModelInfo, apply_named: ApplyNamed | None = None) -> None:
-        """`apply_named`: as in `ChatTemplate`."""
+        """`apply_named`: renders with a template that calls llama.cpp."""
         self._info, self._apply_named = info, apply_named
         self._making = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cppbatch-chat")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-chat")
         self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
         """Formats by template; None: the model's own."""
 
@@ -215,7 +213,7 @@ class ChatFormats:
         began = monotonic()
 
         def run() -> Result:
-            if monotonic() - began > _LONGEST_WAIT_S:
+            if monotonic() - began > 5.0:
                 raise TemplateStopped("is slow, and other conversations were rendered first")
             return function()
 
@@ -225,10 +223,6 @@ class ChatFormats:
     def add_tokens(chat: ChatFormat, tokens: Mapping[str, Sequence[TokenPiece]]) -> None:
         """Adds the tokens of each of the format's markers."""
         chat.token_ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
-
-
-# --- assistant output ------------------------------------------------------------------------------------------------
-# Parses an assistant message during generation: engine events to deltas of text, reasoning and tool calls.
 
 
 FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]

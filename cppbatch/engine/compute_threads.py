@@ -22,9 +22,8 @@ from cppbatch.errors import ConfigError
 log = logging.getLogger("cppbatch.engine")
 
 _INTERVAL_S = 0.5  # between two readings; one takes 0.1 ms
-_FIRST_S = 0.1  # until the first reading, usually while the model is loading
-_BUSY = 0.6  # give up a thread if other programs use at least this many cores
-_QUIET = 0.3  # take it back below this, in two consecutive readings: one thread too many costs most
+_BUSY_CORES = 0.6  # give up a thread if other programs use at least this many cores
+_QUIET_CORES = 0.3  # take it back below this, in two consecutive readings: one thread too many costs most
 
 
 class CpuTimes(NamedTuple):
@@ -55,7 +54,7 @@ class ComputeThreads:
         self._most, self._n_cpus = most, n_cpus
         self._read, self._clock = read or read_cpu_times, clock
         self._now = self._free_before = most
-        self._interval_s = _FIRST_S
+        self._interval_s = 0.1  # the first reading, usually while the model is loading
         self._lent = 0
         self._at, self._times = clock(), self._read()
 
@@ -80,7 +79,9 @@ class ComputeThreads:
         times = self._read()
         busy = busy_cores(self._times, times, now - self._at)
         if self._at + 4 * _INTERVAL_S > now:  # else the engine was idle, and the interval covers a time long ago
-            fewest, free = (max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (_BUSY, _QUIET))
+            fewest, free = (
+                max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (_BUSY_CORES, _QUIET_CORES)
+            )
             self._now = fewest if fewest < self._now else max(self._now, min(free, self._free_before))
             self._free_before = free
             self._interval_s = _INTERVAL_S

@@ -15,6 +15,7 @@ from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces
 from cppbatch.engine.kv.layout_policy import LayoutPolicy, LayoutSwitch
 from cppbatch.engine.kv.pool import KVPool
+from cppbatch.engine.kv.sharing import SHARING
 from cppbatch.engine.observe.live_state import LiveEngine, live_engine
 from cppbatch.engine.observe.metrics import EngineParts, EngineStats, Metrics
 from cppbatch.engine.observe.trace import Trace
@@ -36,8 +37,6 @@ from cppbatch.llama import Batch, EmbeddingBatch
 log = logging.getLogger("cppbatch.engine")
 
 _IDLE_S = 1.0
-_DISK_WAIT_S = 0.02  # wait for reading a prefix if no sequence can compute; commands wait meanwhile
-_LAST_WRITES_S = 5.0  # how long writing cached prefixes may delay closing an engine
 
 
 class EngineCore:
@@ -60,7 +59,8 @@ class EngineCore:
         survives_failures: bool = True,
         prepares_beside_steps: bool = False,
     ) -> None:
-        """Loads a model. `progress`, `runtime`, `policy`: as in `BatchInferenceEngine`.
+        """Loads a model. `progress` is called with 0.0 to 1.0; returning False aborts. `runtime`: a replacement for
+        the model. `policy`: another scheduler.
 
         `on_plan`: called in every step with its plan, before llama.cpp is called. `on_admitted`: takes the outputs
         before llama.cpp is called, if they report the admission of a request (`usage_events`).
@@ -295,7 +295,7 @@ class EngineCore:
             raise
         if disk:
             if not plan.pieces:
-                disk.wait(_DISK_WAIT_S)
+                disk.wait(0.02)  # seconds: commands wait meanwhile
             disk.after_step(kv.state_of)
         if not scheduler.has_work:
             self._check_kv()
@@ -571,7 +571,7 @@ class EngineCore:
         for request_id in list(self.sequences):
             self.cancel(request_id)
         if self._disk:
-            self._disk.write_rest(_LAST_WRITES_S, self.kv.state_of)
+            self._disk.write_rest(5.0, self.kv.state_of)  # seconds: closing an engine waits for it
             self._disk.close()
         self._weights.close()
         self.outputs.keep()  # waiting threads get their last events
@@ -616,6 +616,6 @@ def _speculator(config: EngineConfig, runtime: Runtime) -> Speculator | None:
 def _open_disk(config: EngineConfig, runtime: Runtime, key: StateKey, budgets: StepBudgets) -> DiskPrefixes | None:
     """Raises `ConfigError` if the folder is not writable."""
     where = disk_folder(config.prefix_cache_disk)
-    if where is None or runtime.info.pooling or runtime.sharing == "none":
+    if where is None or runtime.info.pooling or not SHARING[runtime.sharing].reuses:
         return None
     return DiskPrefixes(PrefixFolder(*where), key, budgets.prompt_token_s)

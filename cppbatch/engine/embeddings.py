@@ -26,7 +26,6 @@ def check_dimensions(dimensions: int | None, n_embd: int) -> None:
 AS_COMPUTED, TO_INT16, LENGTH_1 = -1, 0, 2
 """llama.cpp's --embd-normalize: not normalised; the largest number is 32,760; of length 1. Other numbers above 0: the
 norm of this order is 1."""
-_INT16 = 32_760
 
 
 def normalise_vectors(vectors: Vector, dimensions: int | None = None, norm: int = LENGTH_1) -> Vector:
@@ -42,6 +41,6 @@ def normalise_vectors(vectors: Vector, dimensions: int | None = None, norm: int 
     if norm == AS_COMPUTED:
         return kept.astype(np.float32)
     order = np.inf if norm == TO_INT16 else norm
-    lengths = np.linalg.norm(kept, ord=order, axis=-1, keepdims=True) / (_INT16 if norm == TO_INT16 else 1)
+    lengths = np.linalg.norm(kept, ord=order, axis=-1, keepdims=True) / (32_760 if norm == TO_INT16 else 1)
     result: Vector = (kept / np.where(lengths, lengths, 1)).astype(np.float32)
     return result

@@ -193,9 +193,6 @@ def _closed_loop_steps(requests: Sequence[RequestSize], most_rows: int, clients:
     return max(least, *ends)
 
 
-# --- the steps of an engine -------------------------------------------------------------------------------------------
-
-
 class StepWork(NamedTuple):
     """The work of a step."""
 

@@ -37,12 +37,7 @@ from cppbatch.engine.sequence import MediaRun, Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, EngineClosed, InvalidRequest
 
-_MIN_BYTES = 1 << 16  # texts up to this length are always tokenised, however short the context is
-_LEAST_SHIFTED = 4  # minimum number of tokens that a context shift can drop
 _MODALITIES: dict[Modality, str] = {"image": "images", "audio": "audio"}
-_LONGEST_READ_S = 60.0  # a call of a thread that never returns must not keep the engine from closing
-_PLACEHOLDER_ID = -1
-"""The id of an image or audio token that is only counted."""
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
 
 
@@ -59,8 +54,8 @@ class InputProcessor:
         media: MediaInput | None = None,
         waits_for_room: bool = False,
     ) -> None:
-        """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes images and audio; None: text only.
-        `waits_for_room`: `process` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
+        """`context_shift`, `n_keep`: the settings of `EngineConfig`. `media`: encodes images and audio; None: text
+        only. `waits_for_room`: `process` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
         self._vocab = vocab
         self._media = media
         self._waits_for_room = waits_for_room
@@ -178,7 +173,8 @@ class InputProcessor:
         """The number of initial tokens kept when the context is full, as in llama-server. `n`: tokens of the prompt."""
         wanted = self._n_keep if request.n_keep is None else request.n_keep
         wanted = (n if wanted < 0 else wanted) + self._vocab.adds_bos
-        return max(0, min(wanted, self._info.max_sequence - _LEAST_SHIFTED))
+        # a context shift drops at least 4 tokens
+        return max(0, min(wanted, self._info.max_sequence - 4))
 
     def tokens(
         self,
@@ -188,7 +184,7 @@ class InputProcessor:
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `process`, raises `RequestCancelled`."""
+        """See `BatchInferenceEngine.tokens`. `cancelled`: polled; if True, raises `RequestCancelled`."""
         with self._reading():
             if isinstance(text, MediaPrompt):
                 self._check_modalities(text)
@@ -220,7 +216,8 @@ class InputProcessor:
         if not isinstance(part, Media):
             return self._pieces(part)
         assert self._media
-        return [TokenPiece(_PLACEHOLDER_ID, b"")] * self._media.n_tokens(part, cancelled)
+        # tokens of images and audio are only counted: they have the id -1
+        return [TokenPiece(-1, b"")] * self._media.n_tokens(part, cancelled)
 
     def _tokens_of_parts(self, prompt: MediaPrompt, cancelled: IsCancelled) -> Iterator[npt.NDArray[np.int32] | Media]:
         """The media of a prompt, and the tokens of the texts between them, int32[n]: each is tokenised separately, as
@@ -256,7 +253,8 @@ class InputProcessor:
             self._is_closed = True
         self._grammars.close()
         with self._changed:
-            self._changed.wait_for(lambda: not self._readers.keys() - {threading.get_ident()}, _LONGEST_READ_S)
+            # a thread that never returns must not keep the engine from closing
+            self._changed.wait_for(lambda: not self._readers.keys() - {threading.get_ident()}, 60.0)
 
     def _check_task(self, request: GenerationRequest) -> None:
         info = self._info
@@ -406,7 +404,8 @@ class InputProcessor:
             return
         texts = [prompt] if isinstance(prompt, str) else [prompt.query, prompt.document]
         n_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
-        most = max(_MIN_BYTES, limit * self._vocab.longest_piece)
+        # texts up to 64 KiB are always tokenised, however short the context is
+        most = max(1 << 16, limit * self._vocab.longest_piece)
         if n_bytes > most:
             what = f"is {n_bytes:,} bytes long, which is more than {limit} tokens"
             raise self._too_long(field, what, -(-n_bytes // self._vocab.longest_piece), is_least=True)

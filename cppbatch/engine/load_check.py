@@ -14,8 +14,6 @@ from cppbatch.llama.selfcheck import find_crash
 from cppbatch.models.check import check_model
 from cppbatch.models.find import model_parts
 
-_TIMEOUT_S = 600  # a large file from a slow disk
-
 
 def check_loads(config: EngineConfig, *, survives_crash: bool = False) -> None:
     """Raises `ModelError` as `check_model`, and if llama.cpp crashes with the model of an engine or an adapter of it.
@@ -36,7 +34,7 @@ def _check(blamed: str, files: Sequence[str], overrides: Sequence[str] = ()) -> 
     parts = [part for file in files for part in model_parts(Path(file))]
     verdict = finding_path("loads", finding_key(Path(library_path()).parent, parts, *overrides))
     command = [*load_command(files), *(f"--override-kv={each}" for each in overrides)]
-    if crash := find_crash(blamed, verdict, command, _TIMEOUT_S):
+    if crash := find_crash(blamed, verdict, command, 600):  # seconds, for a large file on a slow disk
         if overrides:
             raise ModelError(
                 f"{blamed} cannot be used: llama.cpp crashes ({crash}) with these metadata or with the file itself; "

@@ -48,15 +48,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# --- offline ---------------------------------------------------------------------------------------------------------
 # Offline inference: `generate`, `stream`, `map`, `embed` and others of `BatchInferenceEngine`.
 #
 # Each of these methods queues sequences, steps until they have ended, and collects their events. Other requests of the
 # engine, including those of other threads, advance in the same steps; their events are kept for their own callers.
 
 
-_QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, so that a finished one has a successor
-_HELD_BACK = 8  # `map` with `ordered`: prompts taken but not returned, in multiples of n_parallel
 _END = object()
 
 Value = TypeVar("Value")
@@ -126,7 +123,7 @@ def forward_batch(
 
     The lists may have different lengths. On an idle engine, up to n_parallel lists with n_ubatch tokens in total are
     computed in one pass, and more in several. The logits are the model's own, before biases, penalties and filters.
-    `options`: as in `generate`, but every token is computed, unless `cache_prompt=True` is given.
+    `options`: those of `generate`, but every token is computed, unless `cache_prompt=True` is given.
 
     Raises `InvalidRequest` naming the invalid list before any of them runs: an empty list, unknown token ids, or enough
     tokens to fill the context; `GenerationFailed`.
@@ -179,7 +176,7 @@ def embed(
     """The vectors of all texts in order, float32[n, dimensions]; with a reranker, the scores of each `Pair`.
 
     `normalise`: scale vectors to length 1 (not scores). `dimensions`: keep the first numbers of each vector; see
-    `cppbatch.engine.embeddings.normalise_vectors`. `progress`, `options`: as in `generate`.
+    `cppbatch.engine.embeddings.normalise_vectors`. `progress`, `options`: those of `generate`.
 
     Raises `InvalidRequest` naming the invalid text, before any of them runs; `GenerationFailed` if a text gets no
     vector.
@@ -215,9 +212,9 @@ def map_prompts(
 ) -> Generator[Mapped, None, None]:
     """Continues prompts of an iterable, which may be endless, and yields each result as soon as it is complete.
 
-    `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are consumed only as
-    fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in prompt order;
-    at most 8 * n_parallel prompts are then pending, so one slow prompt can hold up the others. `progress`: as in
+    `prompts`: texts, token ids or media prompts, or pairs of a prompt and its own `SamplingParams`. They are consumed
+    only as fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in prompt
+    order; at most 8 * n_parallel prompts are then pending, so one slow prompt can hold up the others. `progress`: as in
     `generate`, with the remaining time if `prompts` has a length. `options`: fields of `GenerationRequest` (priority,
     timeout, cache_salt ...) for all prompts.
 
@@ -357,7 +354,7 @@ class _Requests:
         """Ids of the requests whose last event has not been returned yet."""
 
     def add(self, sequences: Sequence[Seq], *, limited: bool = False) -> None:
-        """Queues sequences between two steps. `limited`: as in `EngineCore.add`, for a single one.
+        """Queues sequences between two steps. `limited`: raise `QueueFull` if the queue is full; for a single one.
 
         Raises `RuntimeError` if called within a step.
         """
@@ -408,7 +405,8 @@ def _gather(
     progress: bool | None,
     on_event: OnEvent | None = None,
 ) -> dict[str, list[GenerationEvent]]:
-    """Runs these sequences. Returns their events by request id. `progress`, `on_event`: as in `generate`."""
+    """Runs these sequences. Returns their events by request id. `progress`: the
+    progress line; `on_event`: called with each event."""
     gathered: dict[str, list[GenerationEvent]] = {sequence.id: [] for sequence in sequences}
     indices = {sequence.id: i for i, sequence in enumerate(sequences)}
     shown = False if progress is None and on_event else progress  # the caller shows them
@@ -452,8 +450,8 @@ class _Mapper:
         self._ordered = ordered
         self._line = line
         self._options = options
-        self._max_running = _QUEUED_AHEAD * engine.config.n_parallel
-        self._max_taken = _HELD_BACK * engine.config.n_parallel
+        self._max_running = 2 * engine.config.n_parallel  # so that a finished request has a successor in the engine
+        self._max_taken = 8 * engine.config.n_parallel  # with `ordered`: prompts taken whose results are not returned
         self._is_exhausted = False
         self._n_taken = self._n_returned = 0
         self._requests = _Requests(engine)
@@ -539,10 +537,6 @@ def _error_completion(error: InvalidRequest) -> Completion:
         prompt_tokens=0, completion_tokens=0, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0
     )
     return Completion(text="", tokens=[], finish_reason=FinishReason.ERROR, usage=usage, seed=0, error=str(error))
-
-
-# --- progress line ---------------------------------------------------------------------------------------------------
-# The progress line of `generate`, `chat`, `embed` and `map` on stderr.
 
 
 class ProgressLine:

@@ -63,8 +63,9 @@ def chat(
 
     The model's chat template renders the prompt, and the text is parsed as on the server: reasoning, answer, tool
     calls. `params`: one for all, or a list with one per conversation; its `json_schema` applies to the answer, before
-    which the model may reason or call tools. `progress`, `on_event`: as in `generate`, with a `ChatEvent`. `options`:
-    `system`, `tools`, `tool_choice` and the other `ChatOptions`, and fields of `GenerationRequest`.
+    which the model may reason or call tools. `progress`: a progress line on stderr; `on_event`: called with each
+    `ChatEvent`. `options`: `system`, `tools`, `tool_choice` and the other `ChatOptions`, and fields of
+    `GenerationRequest`.
 
     Raises `InvalidRequest` naming the invalid field or conversation, before any of them runs; `ConfigError` for an
     unknown `chat_template`. Ctrl-C cancels all of them.
@@ -97,8 +98,8 @@ def chat_stream(
     """Generates the assistant's next message and yields its `ChatEvent`s as they are created.
 
     `with engine.chat_stream(messages) as stream:` cancels the message on leaving the block, like `stream.close()`.
-    `stream.message` is the message so far. Arguments: as in `chat`, for one conversation. Raises `InvalidRequest`,
-    `ConfigError`, and at the first event `QueueFull`.
+    `stream.message` is the message so far. The arguments are those of `chat`, for one conversation. Raises
+    `InvalidRequest`, `ConfigError`, and at the first event `QueueFull`.
     """
     requests = ChatRequests(engine.chat_format(options.get("chat_template")), options)
     prepared = prepare_chat(engine, *requests.request(engine.new_request_id(), conversation, params))

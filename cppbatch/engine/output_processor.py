@@ -15,8 +15,6 @@ from cppbatch.engine.sampling import SamplerOutput
 from cppbatch.engine.sequence import Seq, StepOutput
 from cppbatch.engine.vocabulary import Vocabulary
 
-_MAX_FORCED = 64  # forced tokens of a sequence in one step; each takes about 30 us
-
 
 class OutputProcessor:
     """Decides whether a sequence continues, detokenises its tokens, and keeps events until they are taken.
@@ -133,7 +131,7 @@ class OutputProcessor:
     def _append_forced(self, sequence: Seq) -> FinishReason | None:
         if sequence.constraint is None:
             return None
-        most = min(_MAX_FORCED, sequence.n_room)  # the rest follows in the next step
+        most = min(64, sequence.n_room)  # each takes about 30 us; the rest follows in the next step
         for token in sequence.constraint.forced_tokens()[:most]:
             if self._ends_text(sequence, token) or token in sequence.sampling.banned_ids:
                 return None  # the next step samples this position instead

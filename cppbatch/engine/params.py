@@ -14,20 +14,19 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
-from cppbatch.chat.lark_grammar import MAX_GRAMMAR, LazyGrammar
+from cppbatch.chat.escaped_lark import MAX_GRAMMAR
+from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema import compact_schema
-from cppbatch.setting import Range
+from cppbatch.setting import INT32_MAX, Range
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
 
-INT32_MAX = 2**31 - 1
-_GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 MOST_LOGPROBS = 20
 _MAX_STOP, _MAX_STOP_TOTAL = 512, 16_384  # characters of one stop string, and of all
-_FRESH_SEEDS = 2**32  # small enough for every JSON parser
-_MAX_VISIBLE = 64  # each is tokenised
+MOST_BIAS = 100.0
+"""The largest magnitude that a bias keeps where a value without a limit is accepted, as in OpenAI's API."""
 MOST_BIASES = 8192  # each is applied one by one
 _MAX_TEXTS, _MAX_TEXT = 1000, 256  # texts as keys of biases, and characters per text, which is tokenised here
 _MAX_STOP_IDS, _MAX_SUPPRESSED = 1024, 32_768  # each choice of a prompt has a copy
@@ -35,7 +34,6 @@ _MAX_BREAKERS = 32  # each is searched for in the whole vocabulary
 _MAX_SHOWN = 200  # characters of a value in an error message
 _SHOWN_DIGITS = 40
 _MAX_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to print integers of thousands of digits
-_MAX_BREAKER = 40  # characters: llama.cpp truncates DRY's sequence breakers to this length
 
 SAMPLER_SPELLINGS = {
     "penalties": "e", "dry": "d", "top_n_sigma": "s topnsigma", "top_k": "k topk", "typical_p": "y typ_p typp typ",
@@ -263,7 +261,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen."""
-        return self.temperature < _GREEDY_BELOW and self.dynatemp_range == 0 and "temperature" in self.samplers
+        # dividing logits by a lower temperature would overflow float32
+        return self.temperature < 1e-3 and self.dynatemp_range == 0 and "temperature" in self.samplers
 
     @property
     def has_penalties(self) -> bool:
@@ -335,7 +334,8 @@ def replace_fields(request: Checked, **values: Any) -> Checked:
 
 def actual_seed(wanted: int | None) -> int:
     """The seed to use, 0 to 2**64 - 1: a random one for None and -1."""
-    return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64
+    # new seeds are small enough for every JSON parser
+    return secrets.randbelow(2**32) if wanted is None or wanted == -1 else wanted % 2**64
 
 
 def token_id(key: str) -> int | None:
@@ -389,7 +389,8 @@ def _check_lengths(params: SamplingParams) -> None:
 
 
 def _check_counts(params: SamplingParams) -> None:
-    most = {"stop_token_ids": _MAX_STOP_IDS, "suppress_tokens": _MAX_SUPPRESSED, "visible_tokens": _MAX_VISIBLE}
+    # each visible token is tokenised
+    most = {"stop_token_ids": _MAX_STOP_IDS, "suppress_tokens": _MAX_SUPPRESSED, "visible_tokens": 64}
     for name, limit in most.items():
         if (n := len(getattr(params, name))) > limit:
             raise InvalidRequest(name, f"has {n:,} entries; the limit is {limit:,}")
@@ -410,7 +411,8 @@ def _check_samplers(params: SamplingParams) -> None:
     n_breakers = len(params.dry_sequence_breakers)
     if n_breakers > _MAX_BREAKERS:
         raise InvalidRequest("dry_sequence_breakers", f"has {n_breakers} strings; the limit is {_MAX_BREAKERS}")
-    cut = tuple(breaker[:_MAX_BREAKER] for breaker in params.dry_sequence_breakers if breaker)
+    # llama.cpp truncates DRY's sequence breakers to 40 characters
+    cut = tuple(breaker[:40] for breaker in params.dry_sequence_breakers if breaker)
     msgspec.structs.force_setattr(params, "dry_sequence_breakers", cut)
 
 

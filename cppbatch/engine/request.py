@@ -11,9 +11,10 @@ from typing import Any, Literal, TypedDict, get_args
 import msgspec
 
 from cppbatch.chat.media_parts import PlainText
-from cppbatch.engine.params import INT32_MAX, SamplingParams, format_value, instance, number, replace_fields, token_ids
+from cppbatch.engine.params import SamplingParams, format_value, instance, number, replace_fields, token_ids
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.model_changes import MOST_SCALE
+from cppbatch.setting import INT32_MAX
 
 _MAX_TIMEOUT = 30 * 24 * 3600  # seconds
 
@@ -120,14 +121,13 @@ Prompt = str | list[int] | Pair | MediaPrompt
 
 _MAX_NAME = 1024  # characters
 _MAX_ADAPTERS = 1024
-_LONG = 1 << 15  # characters, or token ids
 
 
 def is_long(prompt: Prompt) -> bool:
     """Whether it takes too long to prepare for short prompts to wait."""
     if isinstance(prompt, MediaPrompt):
         return bool(prompt.media) or is_long(prompt.text)  # images and audio are encoded
-    return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > _LONG
+    return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > 1 << 15
 
 
 Task = Literal["generate", "embed"]
@@ -407,10 +407,6 @@ class Mapped(msgspec.Struct, frozen=True):
     """The prompt as given."""
     completion: Completion
     """For a prompt that cannot run, the finish reason is `error`, and `error` starts with the invalid field."""
-
-
-# --- best of ---------------------------------------------------------------------------------------------------------
-# Several completions of one prompt: `n`, and the best `n` of `best_of`.
 
 
 def n_candidates(n: int, best_of: int | None) -> int:

@@ -56,7 +56,7 @@ class RequestEngine:
 
         `settings`: fields of `EngineConfig` (n_ctx, n_parallel, n_gpu_layers ...). `progress`: called with 0.0 to 1.0
         while loading; returning False aborts. `runtime`: a replacement for the model (tests). `policy`: another
-        scheduler (benchmarks). `on_plan`, `survives_failures`: as in `EngineCore` (tests, benchmarks). Raises
+        scheduler (benchmarks). `on_plan`, `survives_failures`: for the `EngineCore` (tests, benchmarks). Raises
         `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
         self.config = engine_config(model, settings)

@@ -37,6 +37,7 @@ from cppbatch.engine.kv.layout import (
 )
 from cppbatch.engine.kv.memory import Memory
 from cppbatch.engine.kv.prefix_memory import CACHED_SHARE
+from cppbatch.engine.kv.sharing import SHARING
 from cppbatch.engine.load_check import check_loads, check_projector
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media.input import MediaInput
@@ -79,8 +80,6 @@ from cppbatch.llama.vocab import Vocab
 log = logging.getLogger("cppbatch.engine")
 
 _MAX_HOST_TOKENS = 32_768  # of a vocabulary: copying and reading such rows takes less time than selecting on the GPU
-_SCORED_LOGITS_BYTES = 64 << 20  # that a GPU reserves for the rows of scored prompts
-_CACHED_SHARE_ON_CPU = 1 / 16  # attention is more expensive there, and restoring a prefix from host memory is cheap
 
 
 class Computation(Memory, Protocol):
@@ -149,8 +148,9 @@ class Runtime(msgspec.Struct, frozen=True):
 def load_runtime(
     config: EngineConfig, progress: Callable[[float], bool] | None = None, *, survives_crash: bool = False
 ) -> Runtime:
-    """Loads the model and creates a context. Closing the runtime frees both. `progress`: as in `Model`.
-    `survives_crash`: as in `check_loads`.
+    """Loads the model and creates a context. Closing the runtime frees both. `progress` is
+    called with 0.0 to 1.0; loading stops when it returns False. `survives_crash`: this process is a worker, in which no
+    model needs to be tried first.
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
@@ -171,7 +171,7 @@ def load_model(
     no_alloc: bool = False,
     survives_crash: bool = False,
 ) -> Model:
-    """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: as in `Model`.
+    """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: those of `Model`.
 
     The first time, its files are tried in a child process (`check_loads`), except with `no_alloc`. Weights are repacked
     according to `config.repack`, unless a self-check in a child process shows that this build crashes with it. Raises
@@ -387,7 +387,8 @@ def _open_runtime(
     wants_drafts = may_draft(config, model)
     if samples_on_device(config, model):
         _sample_on_device(config, context)
-    share = CACHED_SHARE if model.on_gpu else _CACHED_SHARE_ON_CPU
+    # on the CPU, attention is more expensive, and restoring a prefix from host memory is cheap
+    share = CACHED_SHARE if model.on_gpu else 1 / 16
     info = _info(model, context, config, min_rows=min_rows)
     runtime = Runtime(
         context,
@@ -405,8 +406,8 @@ def _open_runtime(
     )
     if not switches(config, model):
         return runtime
-    shares_cells = sharing in ("cells", "copy")  # probed when the engine changes to the unified layout
-    n_cached = round(share * unified_cells(config)) if shares_cells and not model.on_gpu else None
+    shares_prefixes = SHARING[sharing].shares_prefixes  # the unified layout is only probed when it is used
+    n_cached = round(share * unified_cells(config)) if shares_prefixes and not model.on_gpu else None
     layouts = Layouts(_LayoutChanger(config, context, sharing), stream_cells(config), n_cached)
     return replace(runtime, layouts=layouts)
 
@@ -582,7 +583,7 @@ def _n_outputs(config: EngineConfig, model: Model) -> int:
     """Rows of logits for which a GPU reserves memory, in place of a row for each token of a ubatch: those of a step,
     and what little memory holds for scored prompts."""
     of_step = config.n_parallel * (1 + config.draft_max * may_draft(config, model))
-    return max(of_step, _SCORED_LOGITS_BYTES // (4 * model.vocab.n_tokens))
+    return max(of_step, (64 << 20) // (4 * model.vocab.n_tokens))  # 64 MiB of logits
 
 
 def _min_rows(context: Context) -> int:

@@ -33,13 +33,10 @@ from cppbatch.engine.step_plan import Chunk, StepPlan
 from cppbatch.engine.step_shape import StepShape
 
 _MAX_HEADROOM_CELLS = 32  # reserved for the growth of each running sequence when another one is admitted
-_MAX_STALE_DEADLINES = 1000
 _MAX_SCORED_TOKENS = 64  # of a prompt per step if each gets a row of logits (192 KiB with a vocabulary of 49,152)
 _AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
 _FAIRNESS_FACTOR = 4.0  # how long shorter prompts may overtake a prompt, in multiples of its own prefill time
 _GUESSED_TURN_S, _TURN_WEIGHT = 0.5, 0.1  # seconds; weight of a new measurement
-_MAX_CLIENTS = 1000  # whose next turns are remembered
-_MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences to consider, in multiples of n_parallel
 
 
 class Scheduler:
@@ -123,7 +120,7 @@ class Scheduler:
         if not client:
             return sequence.arrived_at
         due = max(sequence.arrived_at, self._next_due.get(client, 0.0))
-        if len(self._next_due) >= _MAX_CLIENTS:
+        if len(self._next_due) >= 1000:  # clients
             self._next_due = {each: at for each, at in self._next_due.items() if at > sequence.arrived_at}
         self._next_due[client] = due + self._turn_s
         return due
@@ -161,7 +158,7 @@ class Scheduler:
     def pop_expired(self, now: float) -> list[Seq]:
         """Sequences whose `timeout` has expired, and never admitted ones whose `queue_timeout` has expired."""
         expired = []
-        if len(self._deadlines) > 2 * len(self._timed) + _MAX_STALE_DEADLINES:  # most belong to finished sequences
+        if len(self._deadlines) > 2 * len(self._timed) + 1000:  # most belong to finished sequences
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
             heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -204,7 +201,7 @@ class Scheduler:
         self, plan: StepPlan, rows: list[Seq], prompts: list[Seq], step_budget: StepBudget, decoding: list[Seq]
     ) -> bool:
         """Fills the plan with these rows and pieces of these prompts, all with the same adapters. Returns whether there
-        is anything to compute. `decoding`: as in `_prefill`."""
+        is anything to compute. `decoding`: all that may compute, whatever their adapters."""
         shape, cost = self._shape, step_budget.cost
         is_alone = not self.waiting and len(self.running) == len(rows)
         rows, beside = shape.choose_rows(plan, rows, prompts, cost, is_alone=is_alone)
@@ -301,7 +298,8 @@ class Scheduler:
     def _prompt_budget(
         self, prefilling: list[Seq], step_budget: StepBudget, groups: Groups, n_decode: int, decoding: list[Seq]
     ) -> tuple[list[Seq], list[Seq], int]:
-        """The result of `_in_turn`, and the prompt tokens that the step may compute. Arguments as in `_prefill`."""
+        """The result of `_in_turn`, and the prompt tokens that the step may compute. The arguments are those of
+        `_prefill`."""
         n_decoding = len(decoding)
         n_urgent = sum(not s.is_background for s in prefilling)
         # Many background prompts count as one, so that they do not delay other requests' tokens.
@@ -422,7 +420,7 @@ class PoolingScheduler(Scheduler):
     def plan(self) -> StepPlan:
         """The next step; see `Scheduler.plan`."""
         plan = StepPlan()
-        for sequence in self.waiting[: _MAX_LOOKED_AT * self.n_parallel]:
+        for sequence in self.waiting[: 4 * self.n_parallel]:
             if len(plan.admitted) == self.n_parallel:
                 break
             is_alike = not plan.admitted or sequence.adapters == plan.adapters

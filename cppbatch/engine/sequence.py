@@ -24,6 +24,7 @@ from cppbatch.engine.request import (
     TokenLogprob,
 )
 from cppbatch.engine.vocabulary import Detokenizer
+from cppbatch.setting import INT32_MAX
 
 if TYPE_CHECKING:
     from cppbatch.engine.grammar.structured_output import Constraint
@@ -53,7 +54,6 @@ class MediaRun(msgspec.Struct, frozen=True, eq=False):
         return self.start + len(self.vectors)
 
 
-_ALL = 1 << 31
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -235,7 +235,7 @@ class Seq:
         self.n_output = self.n_prompt
         self.n_computed = 0
         self.n_computed_before = 0  # its first tokens whose computed keys and values were lost
-        self.n_exact = _ALL  # from here on, keys and values differ from those of a prompt of `tokens`
+        self.n_exact = INT32_MAX  # from here on, keys and values differ from those of a prompt of `tokens`
         self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.n_drafted = 0  # draft tokens that were computed
         self.n_accepted = 0  # draft tokens that were accepted
@@ -491,7 +491,7 @@ class Seq:
     def will_recompute(self) -> None:
         """Makes all tokens pending again, because keys and values are lost (not saved, or not restored)."""
         self.n_computed_before = max(self.n_computed_before, min(self.n_computed, self.n_tokens))
-        self.n_computed, self.n_exact = 0, _ALL
+        self.n_computed, self.n_exact = 0, INT32_MAX
         self._set_status(SeqStatus.WAITING if self.seq_id < 0 else SeqStatus.PREFILL)
 
     def restarted(self) -> None:
@@ -501,7 +501,7 @@ class Seq:
         self.moving = False
         self.draft = []
         self.n_computed_before = max(self.n_computed_before, self.n_computed)
-        self.n_computed, self.n_exact = 0, _ALL
+        self.n_computed, self.n_exact = 0, INT32_MAX
         self._set_status(SeqStatus.WAITING)
         if self.constraint:
             self.constraint.rebuild(self.text_tokens(self.n_prompt).tolist())

@@ -10,22 +10,16 @@ from itertools import accumulate, takewhile
 from cppbatch.config import Preference
 from cppbatch.engine.ideal import BareCosts
 from cppbatch.engine.lora_sets import AdapterSet
-from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
+from cppbatch.engine.step_cost import NEW_TIME_WEIGHT, Groups, StepCost, whole_tiles
 
-_MIN_PIECE_TOKENS = 4  # a prompt always makes progress
-_MIN_TARGET_S = 0.025  # shorter steps cost throughput without a noticeable benefit
+MIN_PIECE_TOKENS = 4  # a prompt always makes progress
 _SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 6.0, "throughput": 1e9}
 """Time that prompts may add to a step, in multiples of a step without prefill. Guarantee for `latency`: at most twice
 that time is added to 95% of the steps."""
-_WHOLE_BUDGETS = 2  # budgets that whole prompts may take in one step, with `balanced` ...
-_MAX_PAUSE_S = 2.0  # ... if it is not longer than this pause of a text
 _REFRESH_STEPS = 16  # steps with prefill; then one without measures the current time of decoding alone
 _PROMPT_WEIGHT = 8  # decoding sequences that an additional prompt outweighs: many prompts mean many late first tokens
 _BACKGROUND_S = 0.2  # time of background prompts in a step, since a new request waits for the end of the step
-_BACKGROUND_PIECES = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
-_QUIET_WEIGHT = 0.3  # of a new measurement in the level of steps without prefill
-_QUIET_WEIGHT_IN_PREFILL = 0.02  # the same while prompts are being computed
-_MAX_BUDGETS = 64  # adapter sets whose step times are stored
+_QUIET_WEIGHT_IN_PREFILL = 0.02  # of a new time without prefill, while prompts are being computed
 
 
 class StepBudget:
@@ -56,7 +50,7 @@ class StepBudget:
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
-        self._whole = _WHOLE_BUDGETS if prefer == "balanced" and target_s is None else 1
+        self._doubles = prefer == "balanced" and target_s is None  # for prompts that are then computed whole
         self._quiet_level = 0.0
         """Like the level of `cost`, but hardly changes while prompts are being computed. Their cells slow decoding
         down, which must not be a reason to slow it down further. 0: not known yet."""
@@ -71,7 +65,8 @@ class StepBudget:
         cost, n_decode = self.cost, sum(groups)
         most = self._max_tokens - n_decode
         if background:
-            piece = max(_MIN_PIECE_TOKENS, self._max_alone // _BACKGROUND_PIECES, cost.prompt_tokens_in(_BACKGROUND_S))
+            # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
+            piece = max(MIN_PIECE_TOKENS, self._max_alone // 16, cost.prompt_tokens_in(_BACKGROUND_S))
             most = min(most, piece)
         n_decoding = n_decode + n_others
         if n_decoding == 0 or not cost.knows_prompts:
@@ -82,10 +77,10 @@ class StepBudget:
             return most
         slowdown = 1 + self._slowdown * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
         quiet_s = self._quiet_level * cost.relative((*groups, n_others) if n_others else groups)
-        target_s = self._target_s or max(_MIN_TARGET_S, slowdown * quiet_s)
+        target_s = self._target_s or max(0.025, slowdown * quiet_s)
         rows_s = cost.rows_s(groups) if groups else 0.0
         wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
-        return min(most, max(_MIN_PIECE_TOKENS, whole_tiles(wanted)))
+        return min(most, max(MIN_PIECE_TOKENS, whole_tiles(wanted)))
 
     def with_whole_prompts(self, budget: int, groups: Groups, pending: Iterable[int]) -> int:
         """The prompt tokens that a step of these decode rows may compute. `pending`: those of its prompts, in order.
@@ -93,11 +88,11 @@ class StepBudget:
         Prompts that have up to twice the budget are computed whole, if the step takes at most 2 s: streams wait once
         for them, not twice for halves.
         """
-        if self._whole == 1 or not (self._quiet_level and self.cost.knows_prompts):
+        if not self._doubles or not (self._quiet_level and self.cost.knows_prompts):
             return budget
         rows_s = self.cost.rows_s(groups) if groups else 0.0
-        in_time = self.cost.prompt_tokens_in(max(0.0, _MAX_PAUSE_S - rows_s))
-        most = min(self._whole * budget, self._max_tokens - sum(groups), in_time)
+        in_time = self.cost.prompt_tokens_in(max(0.0, 2.0 - rows_s))
+        most = min(2 * budget, self._max_tokens - sum(groups), in_time)
         return max(budget, *takewhile(lambda n: n <= most, accumulate(pending, initial=0)))
 
     def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
@@ -106,14 +101,14 @@ class StepBudget:
         decode_s = seconds if decode_s is None else decode_s
         cost = self.cost
         if n_prefill == 0:
-            weight = _QUIET_WEIGHT_IN_PREFILL if self._since_refresh else _QUIET_WEIGHT
+            weight = _QUIET_WEIGHT_IN_PREFILL if self._since_refresh else NEW_TIME_WEIGHT
             cost.observe_rows(groups, seconds, decode_s)
             level = seconds / cost.relative(groups)
             self._quiet_level += (weight if self._quiet_level else 1.0) * (level - self._quiet_level)
             self._since_refresh = 0
             return
         self._since_refresh = self._since_refresh + 1 if groups else 0
-        if n_prefill >= _MIN_PIECE_TOKENS or not cost.knows_prompts:  # fewer are too noisy
+        if n_prefill >= MIN_PIECE_TOKENS or not cost.knows_prompts:  # fewer are too noisy
             rows_s = cost.rows_s(groups) if groups and cost.knows_rows else 0.0
             # A noisy clock must not make it 0: at least 5% of the step is the prompt tokens' time.
             prompt_s = max(seconds - rows_s, 0.05 * seconds)
@@ -134,7 +129,7 @@ class StepBudgets:
         rows_s: Iterable[tuple[int, float]] = (),
         unified: bool = True,
     ) -> None:
-        """`max_tokens` to `prefer`: as in `StepBudget`. `rows_s`: earlier measurements: decode rows with seconds per
+        """`max_tokens` to `prefer`: for each `StepBudget`. `rows_s`: earlier measurements: decode rows with seconds per
         step. `unified`: the initial layout."""
         self._new_budget = partial(StepBudget, max_tokens, target_s, max_alone, prefer=prefer)
         self._prompt_piece = max_alone or max_tokens
@@ -149,7 +144,7 @@ class StepBudgets:
         budget = self._budgets.get(adapters)
         if budget is None or not budget.cost.knows_rows:
             budget = self._budgets[adapters] = deepcopy(self._last)
-            if len(self._budgets) > _MAX_BUDGETS:
+            if len(self._budgets) > 64:  # sets of adapters
                 del self._budgets[next(iter(self._budgets))]
         return budget
 

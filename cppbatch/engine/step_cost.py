@@ -16,10 +16,11 @@ from cppbatch.engine.ideal import BareCosts
 TILES = (4, 16)
 """Rows that llama.cpp's CPU kernels compute at once (ggml-cpu `repack.cpp`, `llamafile/sgemm.cpp`)."""
 
-_LEVEL_WEIGHT = 0.3  # of a new measurement in the level
+NEW_TIME_WEIGHT = 0.3
+"""The weight of a new time in a running mean: ten steps after a change, it has 97% of it."""
 _SHAPE_WEIGHT = 0.1  # of a new measurement in the shape, once a number of rows has been seen ten times
 _MAX_OVERRUN = 0.25  # a step longer than expected counts as at most this fraction longer: probably a disturbance
-_MAX_NEW_RATIO = 2.0  # times the expected time, at most, that a number of rows with few measurements counts
+MAX_TIME_RATIO = 2.0  # a time that is not well known counts as at most this many times the expected one
 _MAX_PADDED_TIME = 0.98  # padded rows must take less than this fraction of the time
 _KNOWN_STEPS = 3  # with a number of rows, before its time is used in comparisons
 _SURE_STEPS = 10  # with a number of rows, before they change the level with full weight
@@ -29,7 +30,6 @@ _RETRY_STEPS = 64  # steps with a number of rows; then one with another number i
 _CHEAP_ROW_TOKENS = 0.5  # a row that costs less than this many prompt tokens is cheap
 _FLAT_RATIO = 1.3  # if rows cost less than this times a quarter of them, padding cannot help
 _GUESSED_TOKEN_S = 0.001
-_TOKEN_WEIGHT = 0.3  # of a new measurement in the time of prompt tokens
 _BEST_LEVEL_RISE = 0.0002  # rise of the best level towards the current one per step: halfway in some minutes
 _BEST_TOKEN_RISE = 0.002  # the same for prompt tokens
 
@@ -137,7 +137,7 @@ class StepCost:
         decode_s = seconds if decode_s is None else decode_s
         if unknown := {n for n in groups if n not in self._shape}:
             if self._shape:
-                seconds = min(seconds, _MAX_NEW_RATIO * self.rows_s(groups))
+                seconds = min(seconds, MAX_TIME_RATIO * self.rows_s(groups))
             known = self._shape | {n: seconds / self._level * n / sum(groups) for n in unknown}
             self._shape, self._counts = known, self._counts or sorted(known)  # at once: Ctrl-C may interrupt a step
             return
@@ -149,9 +149,9 @@ class StepCost:
         self._errors = [*self._errors[-2:], error]
         self._n_observed += 1
         stale = max(min(_MAX_STALE, (self._n_observed - self._observed_at.get(n, 0)) * _STALE_PER_STEP) for n in groups)
-        weight = _LEVEL_WEIGHT * min(1.0, min(self._seen[n] for n in groups) / _SURE_STEPS) * (1 - stale / _MAX_STALE)
+        weight = NEW_TIME_WEIGHT * min(1.0, min(self._seen[n] for n in groups) / _SURE_STEPS) * (1 - stale / _MAX_STALE)
         self._level *= 1 + weight * sorted(self._errors)[len(self._errors) // 2]
-        self._decode_level *= 1 + _LEVEL_WEIGHT * min(decode_s / (self._decode_level * relative) - 1, _MAX_OVERRUN)
+        self._decode_level *= 1 + NEW_TIME_WEIGHT * min(decode_s / (self._decode_level * relative) - 1, _MAX_OVERRUN)
         best = self._best_level + _BEST_LEVEL_RISE * (self._decode_level - self._best_level)
         self._best_level = min(self._decode_level, best)
         if len(groups) == 1:
@@ -164,7 +164,7 @@ class StepCost:
         """Attributes the deviation of a step to the numbers of rows with few measurements. For steps with one group,
         the shortest counts: disturbances make steps longer, and rows that seem slow are not computed again."""
         expected_s = self.rows_s([n for n in groups if n in new])
-        error = min(max((seconds - self.rows_s(groups)) / expected_s, 1 / _MAX_NEW_RATIO - 1), _MAX_NEW_RATIO - 1)
+        error = min(max((seconds - self.rows_s(groups)) / expected_s, 1 / MAX_TIME_RATIO - 1), MAX_TIME_RATIO - 1)
         for n in new:
             if len(groups) == 1:
                 self._shape[n] = min(self._shape[n], seconds / self._level)
@@ -233,7 +233,7 @@ class StepCost:
         old = self._token_s.get(size)
         if old is None:
             self._nearest = {}
-        now = self._token_s[size] = seconds / n if old is None else old + _TOKEN_WEIGHT * (seconds / n - old)
+        now = self._token_s[size] = seconds / n if old is None else old + NEW_TIME_WEIGHT * (seconds / n - old)
         if decode_s is not None:
             best, now = self._best_token_s.get(size, decode_s / n), min(now, decode_s / n)
             self._best_token_s[size] = min(now, best + _BEST_TOKEN_RISE * (now - best))

@@ -16,12 +16,12 @@ from cppbatch.engine.kv.batch_order import (
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.speculator import DraftLimits
+from cppbatch.engine.step_budget import MIN_PIECE_TOKENS
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 from cppbatch.engine.step_plan import Chunk, StepPlan
 
 _GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
 _MAX_GAIN_STEPS = 64  # steps for which closing a gap is expected to pay off, at most
-_MIN_BUDGET_TOKENS = 4  # prompt tokens that stay after rounding down to whole tiles
 _TILED_FROM_TOKENS = 512  # of a prompt; after that many, a tile of the attention takes about as long as ...
 _TILE_PART = 0.75  # ... this part of it, so a piece that has this part is filled up
 
@@ -157,7 +157,7 @@ class StepShape:
         are computed apart, in pieces that are whole tiles (`piece`)."""
         if self._kv.has_streams:
             return n
-        return max(min(n, _MIN_BUDGET_TOKENS), self._whole_ubatches(n + n_decode) - n_decode)
+        return max(min(n, MIN_PIECE_TOKENS), self._whole_ubatches(n + n_decode) - n_decode)
 
     def piece(self, sequence: Seq, n: int, n_left: int, room: int, *, has_rows: bool) -> int:
         """The size of a piece of a prompt of about `n` tokens that is computed fast.
@@ -256,7 +256,8 @@ class FixedRows(StepShape):
 def step_shape(
     kv: KVPool, *, on_gpu: bool = False, min_rows: int = 1, may_pad: bool = False, **sizes: Any
 ) -> StepShape:
-    """The shape for this case. `min_rows`: above 1 with `deterministic`. `may_pad`, `sizes`: as in `StepShape`."""
+    """The shape for this case. `min_rows`: above 1 with `deterministic`. `may_pad`: whether to add padding
+    rows. `sizes`: those of `StepShape`."""
     if min_rows > 1:
         return FixedRows(kv, min_rows, **sizes)
     return (GpuShape if on_gpu else StepShape)(kv, may_pad=may_pad, **sizes)

@@ -71,10 +71,6 @@ class Vocabulary(Protocol):
         ...
 
 
-# --- detokenizer -----------------------------------------------------------------------------------------------------
-# Converts token bytes to final text: complete characters that cannot be part of a stop string.
-
-
 class Detokenizer:
     """Assembles the text of one completion.
 

@@ -27,7 +27,6 @@ log = logging.getLogger("cppbatch.jobs")
 IN_MEMORY = Path(":memory:")
 """The path of a database that is not kept, as SQLite has it."""
 
-_MIN_FREE_BYTES = 1 << 16  # SQLite needs some free disk space for every change
 _LOCK_TIMEOUT_S = 2.0  # enough for a process that is shutting down
 _PRIVATE_FILE = 0o600  # databases name files, and have prompts of ordered jobs; a reader's lock would keep others out
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -224,7 +223,8 @@ class Database:
     def _is_disk_full(self, text: str) -> bool:
         """SQLite reports an I/O error instead of a full disk if one of its own files, such as the WAL, cannot grow."""
         try:
-            return "disk I/O error" in text and shutil.disk_usage(self.path.parent).free < _MIN_FREE_BYTES
+            # SQLite needs some free disk space for each change
+            return "disk I/O error" in text and shutil.disk_usage(self.path.parent).free < 1 << 16
         except OSError:
             return False
 

@@ -18,7 +18,6 @@ from cppbatch.jobs.ledger import FinishedLine, Ledger, LineState
 from cppbatch.regular_files import is_stream
 from cppbatch.typed_json import encode_line
 
-_HELD_PER_WRITE = 256  # held results written together
 _TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _OPTIONAL_FIELDS = ("reasoning_content", "tool_calls", "logprobs")
 """Fields of a choice that the short form of a result contains if set."""
@@ -137,7 +136,7 @@ class Journal:
             self._write_ready()
 
     def _write_ready(self) -> None:
-        while ready := self.ledger.ready(_HELD_PER_WRITE):
+        while ready := self.ledger.ready(256):
             with self._sizes_restored_on_error():
                 self._output.append(b"".join(data for _, data in ready))
                 self.ledger.release((line for line, _ in ready), {"output_bytes": self._output.size})

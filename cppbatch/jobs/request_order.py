@@ -13,8 +13,6 @@ import msgspec
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine
 from cppbatch.models.attention_times import RequestSizes
 
-_FIRST_CHUNK_REQUESTS = 64
-"""Small, so that the first results arrive soon. Each following chunk has twice as many requests."""
 _PREFIX_CHARS = 256
 """Requests are grouped if their prompts share a prefix of this many characters."""
 _CHARS_PER_TOKEN = 4
@@ -22,8 +20,6 @@ _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "inpu
 """The prompt fields of all endpoints, in the order in which they appear in a prompt."""
 _MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SIZED_REQUESTS, _MAX_OUTPUT_TOKENS = 256, 1 << 20
-_DEFAULT_OUTPUT_TOKENS = 256
-"""The estimated output length of a request that does not limit it."""
 
 
 def chunks(
@@ -34,7 +30,7 @@ def chunks(
     A chunk ends when it has its number of requests, at most `max_requests`, or its entries take `max_bytes` of memory.
     """
     chunk: list[JobRequest | RejectedLine] = []
-    n_bytes, n_requests = 0, min(_FIRST_CHUNK_REQUESTS, max_requests)
+    n_bytes, n_requests = 0, min(64, max_requests)
     for entry in entries:
         chunk.append(entry)
         n_bytes += _memory_bytes(entry)
@@ -108,7 +104,7 @@ def _output_tokens(request: JobRequest) -> int:
         value = request.body.get(field)
         if isinstance(value, int):
             return value
-    return _DEFAULT_OUTPUT_TOKENS
+    return 256  # an estimate
 
 
 def _memory_bytes(entry: JobRequest | RejectedLine) -> int:

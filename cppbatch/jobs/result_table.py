@@ -20,12 +20,12 @@ import numpy as np
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.durable_files import move_into_place, storage_error
-from cppbatch.jobs.input.format import InputFormat, LineReader, RequestBuilder, field_text
+from cppbatch.jobs.input.format import InputFormat, LineReader, field_text
 from cppbatch.jobs.input.parquet import ParquetInput, import_pyarrow, python_values
+from cppbatch.jobs.input.request_builder import RequestBuilder
 from cppbatch.jobs.input.tables import CsvInput
 from cppbatch.jobs.job_request import Json, RejectedLine
 
-_ROWS_AT_ONCE = 1024
 _TEXT_COLUMNS = ("answer", "reasoning_content", "tool_calls", "logprobs", "finish_reason")
 _OPTIONAL = frozenset(("reasoning_content", "tool_calls", "logprobs", "embedding", "embeddings"))
 """Columns that are only in the table if a result has them."""
@@ -250,7 +250,7 @@ def _columns(rows: Sequence[Sequence[Any]]) -> list[Column]:
 
 def _in_columns(rows: Iterator[Row]) -> Iterator[Rows]:
     """Some rows at a time."""
-    while some := list(islice(rows, _ROWS_AT_ONCE)):
+    while some := list(islice(rows, 1024)):
         yield [line for line, _ in some], _columns([values for _, values in some])
 
 

@@ -34,11 +34,8 @@ from cppbatch.models.attention_times import PIECE, Attention, AttentionTask, Att
 _TYPES: tuple[CacheType, ...] = ("f16", "bf16", "q8_0")
 _LENGTHS = (128, 512, 2048)
 _MAX_CELLS = 8192  # of a layer; longer contexts are not measured: their time is proportional to their cells
-_MAX_LAYERS = 4
-_ARENA = 96 << 20  # bytes for cells: more than most caches
-_MATRIX = 2 << 20  # minimum bytes of a prompt's attention weights; determines the number of heads
+_ARENA_BYTES = 96 << 20  # bytes for cells: more than most caches
 _PREC_F32 = 10
-_BLOCK = 32  # values of q8_0
 _MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 3, 40, 0.8
 
 
@@ -107,7 +104,8 @@ def measure(task: AttentionTask) -> AttentionTimes:
 
 
 def _kinds(shape: Shape) -> Iterator[Attention]:
-    of_k, of_v = ([t for t in _TYPES if t != "q8_0" or size % _BLOCK == 0] for size in (shape.head_k, shape.head_v))
+    # a block of q8_0 has 32 values
+    of_k, of_v = ([t for t in _TYPES if t != "q8_0" or size % 32 == 0] for size in (shape.head_k, shape.head_v))
     for k in of_k:
         for v in of_v:
             yield Attention("on", k, v)
@@ -134,9 +132,9 @@ def _fastest(lib: ctypes.CDLL, device: int, graphs: list[_Graph]) -> dict[_Case,
 @contextmanager
 def _bench(lib: ctypes.CDLL, device: int, task: AttentionTask) -> Iterator[_Bench]:
     with Backend.get().errors():
-        arena = lib.ggml_backend_alloc_buffer(device, _ARENA)
+        arena = lib.ggml_backend_alloc_buffer(device, _ARENA_BYTES)
     if not arena:
-        raise LlamaError(f"not enough memory to time attention: {_ARENA} bytes needed")
+        raise LlamaError(f"not enough memory to time attention: {_ARENA_BYTES} bytes needed")
     lib.ggml_backend_buffer_clear(arena, 0)
     try:
         yield _Bench(lib, device, arena, task)
@@ -159,9 +157,9 @@ class _Bench:
         sizes = self._sizes(case)
         rows, n_heads = sizes.rows, sizes.n_heads
         layer_bytes = self._cell_bytes(attention) * n_heads * sizes.n_memory * sizes.n_streams
-        if sizes.n_kv * sizes.n_streams > _MAX_CELLS or layer_bytes > _ARENA:
+        if sizes.n_kv * sizes.n_streams > _MAX_CELLS or layer_bytes > _ARENA_BYTES:
             return None
-        n_layers = 1 if case.is_prefill else min(_MAX_LAYERS, _ARENA // layer_bytes)
+        n_layers = 1 if case.is_prefill else min(4, _ARENA_BYTES // layer_bytes)
         context = stack.enter_context(descriptions(lib, 24 * n_layers + 10))
         is_flash = attention.flash_attn == "on"
         tokens, mask_values = self._tokens(case, sizes), self._mask(case, sizes)
@@ -232,7 +230,8 @@ class _Bench:
         n_memory = max(n_kv, self._task.n_memory)
         if case.is_prefill:
             head_bytes = 4 * PIECE * n_kv * self._shape.n_head // n_heads
-            return _Sizes(PIECE, 1, n_kv, n_memory, min(n_heads, -(-_MATRIX // head_bytes)))
+            # as many heads as the attention weights of a prompt take 2 MiB
+            return _Sizes(PIECE, 1, n_kv, n_memory, min(n_heads, -(-(2 << 20) // head_bytes)))
         return (
             _Sizes(n_parallel, 1, n_kv, n_memory, 1) if is_unified else _Sizes(1, n_parallel, n_kv, n_memory, n_heads)
         )
@@ -284,7 +283,7 @@ class _Bench:
     def _take(self, n_bytes: int) -> int:
         """The next bytes of the arena; starts over when the arena is used up."""
         n_bytes = -(-n_bytes // 64) * 64
-        start = self._used if self._used + n_bytes <= _ARENA else 0
+        start = self._used if self._used + n_bytes <= _ARENA_BYTES else 0
         self._used = start + n_bytes
         return start
 

@@ -29,11 +29,8 @@ log = logging.getLogger("cppbatch.llama")
 
 # One level lower than llama.cpp's: it logs a page of "info" for every model, and its "warning" is mostly advice.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-_CONTINUATION = 5
-_GIB = 2**30
 _VARIANT = re.compile(r"loaded CPU backend from .*ggml-cpu-([\w.]+)\.\w+$")
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate of GCC's and Clang's libraries
-_RECENT_S = 2.0  # error lines before a failure that belong to it
 _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 
@@ -64,7 +61,7 @@ class _LogRouter:
         self._level, self._line = logging.DEBUG, ""
 
     def _receive(self, level: int, text: bytes, _user: object) -> None:
-        if level != _CONTINUATION:
+        if level != 5:  # GGML_LOG_LEVEL_CONT
             self._level = _LEVELS.get(level, logging.DEBUG)
         self._line += text.decode("utf-8", "replace")
         if not self._line.endswith("\n"):
@@ -140,7 +137,8 @@ class Backend:
 
     def recent_errors(self) -> list[str]:
         """The error lines that llama.cpp has logged in the last 2 seconds, at most 4."""
-        return [line for at, line in list(self._router.recent) if monotonic() - at < _RECENT_S]
+        # error lines of the last two seconds belong to the failure
+        return [line for at, line in list(self._router.recent) if monotonic() - at < 2.0]
 
     def failure(self, error: CppBatchError, reasons: Sequence[str]) -> CppBatchError:
         """The exception for a call that failed: `error`, or an `OutOfMemory` with its message and the free memory, if a
@@ -149,7 +147,7 @@ class Backend:
         if line is None:
             return error
         free = ", ".join(
-            f"{each.memory_free / _GIB:.2f} of {each.memory_total / _GIB:.2f} GiB of {each.name}"
+            f"{each.memory_free / 2**30:.2f} of {each.memory_total / 2**30:.2f} GiB of {each.name}"
             for each in self.devices()
             if each.kind != "CPU" and each.memory_total
         )

@@ -18,8 +18,6 @@ from cppbatch.llama.owned import Owned
 MAX_CANDIDATES = 128
 """Candidates per row: enough for top-k 40 with penalties on 64 recent tokens."""
 
-_MAX_DETACHED = 256
-
 
 class _Context(Protocol):
     n_seq_max: int
@@ -61,7 +59,7 @@ class BackendSampling:
         self._chains[seq_id] = _top_k_chain(self.n_candidates) if enabled else None  # a chain can be attached only once
         if not C.llama_set_sampler(self._context.handle, seq_id, self._chains[seq_id]) and enabled:
             raise LlamaError("llama.cpp cannot sample on this device")
-        while len(self._detached) > _MAX_DETACHED:
+        while len(self._detached) > 256:
             C.llama_sampler_free(self._detached.popleft())
 
     def is_enabled(self, seq_id: int) -> bool:

@@ -31,18 +31,19 @@ from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
 from cppbatch.llama.owned import Owned
 from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_BYTES, Rollback, SequenceState
+from cppbatch.setting import INT32_MAX
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {  # ggml_type
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30,
 }  # fmt: skip
-_NEVER = 1 << 31
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence
-_PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory"}
-_FEW = 16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
+_LISTED_ENTRIES = (
+    16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
+)
 
 
 class Context:
@@ -390,7 +391,7 @@ class Context:
                     f"vectors of {given} numbers with {batch.n_dimensions} positions; the model requires {form}"
                 )
         for array, limit, name in (*limits, (batch.positions[: n * batch.n_dimensions], self._n_positions, "position")):
-            numbers = array.tolist() if n <= _FEW else (int(array.min()), int(array.max()))
+            numbers = array.tolist() if n <= _LISTED_ENTRIES else (int(array.min()), int(array.max()))
             low, high = min(numbers), max(numbers)
             if low < 0 or high >= limit:
                 raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
@@ -623,7 +624,9 @@ class Context:
             raise LlamaError(f"the memory of llama.cpp's sequence {native} cannot be saved")
         n_window = 0
         if self._n_swa and not flags:  # the size of the second cache alone, with the same header as both together
-            n_window = C.llama_state_seq_get_size_ext(self.handle, native, _PART) - HEADER_BYTES
+            n_window = (
+                C.llama_state_seq_get_size_ext(self.handle, native, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) - HEADER_BYTES
+            )
         stream = 0 if self.kv_unified else native
         return SequenceState(
             data[:written], n_tokens, self._model_key, self._n_streams, stream, n_window, self.flash_attn,
@@ -654,7 +657,7 @@ class Context:
         Raises `LlamaError` if the memory has no such part.
         """
         self._check_settled(seq_id)
-        part = self._state(self._native(seq_id), self.last_position(seq_id) + 1, _PART)
+        part = self._state(self._native(seq_id), self.last_position(seq_id) + 1, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
         if part.n_bytes <= HEADER_BYTES:
             raise LlamaError(f"the memory of sequence {seq_id} has no part that cannot be truncated")
         return part
@@ -669,7 +672,7 @@ class Context:
         if part.model_key != self._model_key:
             raise OutOfRange(f"the part belongs to {part.model_key}; the context belongs to {self._model_key}")
         n = part.n_tokens
-        restored = self._set_state(seq_id, part, _PART)
+        restored = self._set_state(seq_id, part, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
         if not (restored and C.llama_memory_seq_rm(self._open_memory(), native, n, -1)):
             self.remove(seq_id)
             raise LlamaError(f"sequence {seq_id} cannot be truncated to its first {n} tokens")
@@ -686,7 +689,7 @@ class Context:
         it is larger than any sequence.
         """
         if self._is_recurrent:
-            return _NEVER
+            return INT32_MAX
         first = C.llama_memory_seq_pos_min(self._open_memory(), self._native(seq_id))
         return min(self.last_position(seq_id) + 1, first + self._n_swa) if first > 0 else 0
 

@@ -22,10 +22,7 @@ _READ_BYTES, _READ_COLUMNS = 512 << 20, 8192  # more than any cache
 _PRODUCT_SHAPE, _PRODUCT_ROWS = (4096, 4096), 512
 _SMALLER_SHAPE = 4096, 1024
 _MIN_RUNS, _MAX_RUNS, _MAX_SECONDS = 2, 20, 1.0
-_NODES = 4  # products per graph of a small matrix, so that its start-up time is negligible
 _KERNEL_SECONDS = 0.1
-_SLOWEST_RUN = 5.0  # seconds that a run may take
-_SLOW_RUN = 1.0  # seconds; a run that takes longer is the only one
 _COPIED_BYTES = 4 << 20
 _SMALL_SHAPE = 256, 256
 
@@ -47,7 +44,8 @@ def measure_device(device: str, weight_type: str, *, n_threads: int) -> DeviceSp
     """
     with open_device(declare(), device, n_threads) as backend:
         read = _seconds(backend, "F32", _large_shape("F32", _READ_BYTES), 1)
-        multiplied = _seconds(backend, weight_type, _PRODUCT_SHAPE, _PRODUCT_ROWS, n_nodes=_NODES)
+        # 4 products per graph, so that its start-up time is negligible
+        multiplied = _seconds(backend, weight_type, _PRODUCT_SHAPE, _PRODUCT_ROWS, n_nodes=4)
     return DeviceSpeed(_READ_BYTES / read, 2 * math.prod(_PRODUCT_SHAPE) * _PRODUCT_ROWS / multiplied)
 
 
@@ -64,18 +62,17 @@ def measure_products(
         for kind in kinds:
             large, by_rows = _large_shape(kind, n_bytes), ms.setdefault(kind, {})
             for n in rows:
-                shape = large if n <= _FEW_ROWS else _SMALLER_SHAPE
+                shape = large if n <= 32 else _SMALLER_SHAPE
                 fewer = max(by_rows, default=0)
-                if fewer and by_rows[fewer] * n / fewer * math.prod(shape) > _SLOWEST_RUN * 1e9:  # a software driver
+                if (
+                    fewer and by_rows[fewer] * n / fewer * math.prod(shape) > 5e9
+                ):  # a software driver: a run would take more than 5 s
                     by_rows[n] = by_rows[fewer] * n / fewer
                 else:
                     by_rows[n] = _seconds(backend, kind, shape, n, most=_KERNEL_SECONDS) * 1e9 / math.prod(shape)
         round_trip_s = _seconds(backend, "F32", _SMALL_SHAPE, 1, most=_KERNEL_SECONDS, sends=True)
         copy_s = _copy_seconds(backend)
     return DeviceTimes(ms, round_trip_s * 1e3, copy_s * 1e9 / _COPIED_BYTES)
-
-
-_FEW_ROWS = 32
 
 
 def _large_shape(kind: str, n_bytes: int) -> tuple[int, int]:
@@ -150,7 +147,7 @@ def _runs(run: Callable[[], None], most: float) -> list[float]:
     """The seconds of several runs, in about `most` seconds."""
     seconds: list[float] = []
     while len(seconds) < _MIN_RUNS or (len(seconds) < _MAX_RUNS and sum(seconds) < most):
-        if sum(seconds) > _SLOW_RUN:
+        if sum(seconds) > 1.0:  # a slow run is the only one
             break
         began = perf_counter()
         run()

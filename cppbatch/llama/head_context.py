@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import FlashAttention
+from cppbatch.config import DRAFT_LOGITS_BYTES, FlashAttention
 from cppbatch.errors import OutOfRange
 from cppbatch.llama.context import Context
 from cppbatch.llama.library import nextn
@@ -22,8 +22,6 @@ from cppbatch.llama.model import Model
 
 HiddenRows = npt.NDArray[np.float32]
 """float32[n, n_embd]"""
-
-_LOGITS_BYTES = 32 << 20  # of a decode
 
 
 class HeadBatch(Batch):
@@ -116,7 +114,7 @@ class HeadContext(Context):
     @property
     def n_logits(self) -> int:
         """The maximum number of rows of logits: at least one of each sequence."""
-        return max(self.n_seq_max, min(self.n_ubatch, _LOGITS_BYTES // (4 * self._n_vocab)))
+        return max(self.n_seq_max, min(self.n_ubatch, DRAFT_LOGITS_BYTES // (4 * self._n_vocab)))
 
     def new_batch(self) -> HeadBatch:
         """An empty batch of `n_batch` tokens."""

@@ -33,10 +33,7 @@ from cppbatch.models.synthetic import LlamaShape, write_llama
 
 _N_EMBD, _WIDE, _NARROW = 512, 4096, 256  # multiples of 256, as required by repacked and AMX kernels
 _MILLION_WEIGHTS = 3 * _N_EMBD * (_WIDE - _NARROW) / 1e6
-_MAX_RANDOM = 1 << 14  # values of each matrix: some types take a second to convert a million
 _REPEATS = {1: 3, 4: 2, 16: 4, 256: 1}  # per round
-_ROUNDS = 12
-_SLOW_ROUNDS = 4  # with the most rows
 _WEIGHTS = re.compile(r"(\S+) model buffer size")  # in llama.cpp's log
 _NOT_REPACKED = {"CPU", "CPU_Mapped"}
 _clock = perf_counter if sys.platform == "win32" else process_time  # on Windows, CPU time has a resolution of 16 ms
@@ -76,9 +73,9 @@ def measure(kinds: Sequence[str]) -> Measured:
 def _fastest(pairs: dict[_Key, list[Context]]) -> dict[_Key, dict[int, list[float]]]:
     """The seconds of the fastest decode: {key: {rows: a time for each context}}."""
     best = {key: {rows: [math.inf] * len(pair) for rows in ROWS} for key, pair in pairs.items()}
-    for turn in range(_ROUNDS):
+    for turn in range(12):
         for key, pair in pairs.items():
-            for rows in ROWS if turn < _SLOW_ROUNDS else ROWS[:-1]:
+            for rows in ROWS if turn < 4 else ROWS[:-1]:
                 for _ in range(_REPEATS[rows]):
                     for i, context in enumerate(pair):
                         best[key][rows][i] = min(best[key][rows][i], _seconds(context, rows))
@@ -87,7 +84,8 @@ def _fastest(pairs: dict[_Key, list[Context]]) -> dict[_Key, dict[int, list[floa
 
 def _write(folder: Path, kind: str, n_ff: int) -> Path:
     shape = LlamaShape(n_layer=1, n_embd=_N_EMBD, n_head=4, n_head_kv=1, n_ff=n_ff)
-    return write_llama(folder / f"{kind}-{n_ff}.gguf", shape, quant=kind, encode=encode, max_random=_MAX_RANDOM)
+    # some types take a second to convert a million random values
+    return write_llama(folder / f"{kind}-{n_ff}.gguf", shape, quant=kind, encode=encode, max_random=1 << 14)
 
 
 @contextlib.contextmanager
@@ -111,7 +109,6 @@ def _seconds(context: Context, rows: int) -> float:
     return _clock() - start
 
 
-# --- encode ----------------------------------------------------------------------------------------------------------
 # ggml's own conversion of floats to its weight types: it supports all of them, many more than the gguf package.
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Batch, Context, Model
-from cppbatch.models.inspect import row_kind
+from cppbatch.models.draft_files import row_kind
 
 _OVERRIDE = "--override-kv="
 _N_TOKENS = 2  # of a prompt, before one more
-_FEW_PARAMS = 1e9  # more than one thread waits for the others longer than it computes
 
 
 def main() -> None:
@@ -34,7 +33,8 @@ def main() -> None:
 
 def _compute(model: Model) -> None:
     pooling = None if model.can_generate else model.pooling or "mean"
-    n_threads = 1 if model.n_params < _FEW_PARAMS else available_threads()
+    # several threads wait for each other longer than they compute in a small model
+    n_threads = 1 if model.n_params < 1e9 else available_threads()
     with Context(model, n_ctx=256, n_batch=64, n_threads=n_threads, pooling=pooling) as context:
         context.use_adapters(tuple((i, 1.0) for i in range(len(model.adapters))))
         tokens = model.vocab.tokenize("Hello", add_special=True, parse_special=True)[:_N_TOKENS]

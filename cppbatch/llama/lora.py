@@ -46,7 +46,7 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
 def check_adapter(path: Path, model_path: Path, n_experts: int) -> None:
     """Raises `ModelError` for an adapter file that would abort the process while it is loaded or used.
 
-    llama.cpp makes the other checks. `n_experts` as in `load_adapter`.
+    llama.cpp makes the other checks. `n_experts`: experts per layer of the model; 0: none.
     """
     header = read_header(path)
     _check_metadata(path, header)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import setting_name
-from cppbatch.errors import LibraryError, LlamaError, ModelError
+from cppbatch.errors import LibraryError, LlamaError, ModelError, name_first
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import PINNED_VERSION, REINSTALL, C
 from cppbatch.llama.model import Model
@@ -26,7 +26,6 @@ Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 _KINDS: dict[int, Modality] = {1: "image", 2: "audio"}  # mtmd_input_chunk_type; 0 is text
-_LEAST_SAMPLES = 2  # mtmd asserts that audio has more than one
 _TEXT_ONLY = f"leave out {setting_name('mmproj')}; for a model from the hub, add --no-mmproj"
 _UNSUPPORTED = {
     "deepseek4v": "DeepSeek-V4 image tokens depend on the preceding tokens, so prefixes cannot be shared",
@@ -180,7 +179,8 @@ class MediaEncoder:
 
     def split_audio(self, samples: FloatArray) -> list[MediaChunk]:
         """The chunks of audio, float32[n] at `sample_rate`, one channel. Raises `LlamaError` as `split_image`."""
-        if "audio" not in self.modalities or len(samples) < _LEAST_SAMPLES or not np.isfinite(samples).all():
+        # mtmd asserts that audio has more than one
+        if "audio" not in self.modalities or len(samples) < 2 or not np.isfinite(samples).all():
             raise LlamaError(f"audio of {len(samples)} samples cannot be encoded")
         samples = np.ascontiguousarray(samples, np.float32)
         data = samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
@@ -280,12 +280,7 @@ def _reason(lines: list[str]) -> str:
     return lines[-1].removeprefix("mtmd_init_from_file: ").removeprefix("error: ").partition("\n")[0]
 
 
-# --- projector tensors -----------------------------------------------------------------------------------------------
 # The tensors that a projector file needs. Without some of them llama.cpp crashes, or silently computes nonsense.
-
-
-_MAX_NAMED = 3
-_MAX_BLOCKS = 512
 
 
 def _with_bias(*names: str) -> tuple[str, ...]:
@@ -315,17 +310,15 @@ def check_tensors(path: Path, header: FileHeader, projector: str) -> None:
     n_blocks = header.whole_number("clip.vision.block_count") or 0
     missing = [name for name in _needed_tensors(n_blocks, projector, there) if name not in there]
     if missing:
-        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-        names = ", ".join(missing[:_MAX_NAMED])
         raise ModelError(
-            f"{path} is damaged: a projector of type {projector} requires {names}{more}. Download it again"
+            f"{path} is damaged: a projector of type {projector} requires {name_first(missing, 3)}. Download it again"
         )
 
 
 def _needed_tensors(n_blocks: int, projector: str, there: set[str]) -> Iterator[str]:
     of_file, of_block = _NEEDED[projector]
     yield from of_file
-    for i in range(min(_MAX_BLOCKS, n_blocks)):
+    for i in range(min(512, n_blocks)):
         yield from (f"v.blk.{i}.{name}" for name in of_block)
         deepstack = [f"v.deepstack.{i}.{name}" for name in _DEEPSTACK]
         if not there.isdisjoint(deepstack):

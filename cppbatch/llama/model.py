@@ -78,15 +78,15 @@ class Model:
         `n_gpu_layers`: layers on the GPU, below 0 for all. `device`: the number of the only GPU to use, None for all.
         `rpc`: addresses of RPC workers. Their devices come before this machine's GPUs. `devices`: names of those to
         use; (): all. `tensor_split`: the share of layers for each of these devices; (): in proportion to free memory.
-        `split_mode`, `main_gpu`: as in `EngineConfig`. `overrides`: the places of tensors, as in `ModelDevices`.
-        `load_mode`, `lazy_mode`, `no_host`, `numa`: as in `EngineConfig`.
+        `overrides`: the places of tensors, pairs of a regular expression for names and a buffer type. `split_mode`,
+        `main_gpu`, `load_mode`, `lazy_mode`, `no_host`, `numa`: the settings of `EngineConfig`.
         `repack`: llama.cpp may repack weights for this CPU (its `use_extra_bufts`). `progress` is called with 0.0 to
         1.0 while loading; loading stops when it returns False.
         `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but only allocates
         recurrent states; nothing can be decoded. The log is needed because llama.cpp's function for these sizes,
         `llama_get_memory_breakdown`, returns a C++ map, which ctypes cannot read.
         `load_head`: also loads the draft head (MTP) in the file, which must have one.
-        `kv_overrides`: values in place of those in the file's metadata, as in `EngineConfig`. `check_tensors`: refuses
+        `kv_overrides`: values in place of those in the file's metadata. `check_tensors`: refuses
         weights that are not numbers.
         Raises `ModelError` with llama.cpp's reason if the file cannot be loaded, `OutOfMemory`, and as `ModelDevices`.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +22,9 @@ from cppbatch.models.find import model_parts
 
 log = logging.getLogger("cppbatch.llama")
 
+Tokens = npt.NDArray[np.int32]
+
 _N_PROBE, _N_SHARED = 8, 5  # tokens of the probe, and the number of shared ones
-_SAMPLING_S = 300  # a driver made of software compiles for a minute
 _MAX_DIFFERENCE = 0.1  # of the range of the logits; rounding changes them far less, a wrong prefix far more
 
 
@@ -68,7 +69,7 @@ def find_prefix_sharing(context: Context, *settings: object) -> Sharing:
 
 
 def _works(context: Context, kind: Sharing) -> bool:
-    holder, target = context.n_seq_ids - 1, context.n_seq_max - 1  # the same seq_id if the context has only one
+    target = context.n_seq_max - 1
     tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N_PROBE).astype(np.int32)
     try:
         _continue(context, tokens[:_N_SHARED], 0, 0)
@@ -78,25 +79,7 @@ def _works(context: Context, kind: Sharing) -> bool:
                 f"{context.model.path} cannot be used: all logits are NaN, because the file is damaged, or this build "
                 "of llama.cpp or this device cannot compute it. Download it again, or use another file"
             )
-        if kind in ("whole", "checkpoints"):
-            context.remove(0)
-            _continue(context, tokens[:_N_SHARED], 0, 0)
-        if kind == "cells":
-            context.copy(0, holder, 0, _N_SHARED)
-            context.remove(0)
-            context.copy(holder, target, 0, _N_SHARED)
-        elif kind == "checkpoints":
-            part = context.save_part(0)
-            _continue(context, tokens[_N_SHARED:][::-1], _N_SHARED, 0)  # different tokens, to be truncated
-            if context.shares_cells and target:
-                context.share_cells(0, target, part)
-                context.remove(0)
-            else:
-                context.restore_sequence(target, context.save_sequence(0))
-                context.restore_part(target, part)
-        else:
-            context.restore_sequence(target, context.save_sequence(0))
-        if kind == "copy" and not context.remove(target, _N_SHARED):
+        if not _TRIALS[kind](context, tokens, target):
             return False
         got = _continue(context, tokens[_N_SHARED:], _N_SHARED, target)
         return bool(np.abs(got - expected).max() <= _MAX_DIFFERENCE * np.ptp(expected))
@@ -107,7 +90,47 @@ def _works(context: Context, kind: Sharing) -> bool:
         context.clear()
 
 
-def _continue(context: Context, tokens: npt.NDArray[np.int32], position: int, seq_id: int) -> npt.NDArray[np.float32]:
+def _share_cells(context: Context, _tokens: Tokens, target: int) -> bool:
+    holder = context.n_seq_ids - 1  # the same seq_id as `target` if the context has only one
+    context.copy(0, holder, 0, _N_SHARED)
+    context.remove(0)
+    context.copy(holder, target, 0, _N_SHARED)
+    return True
+
+
+def _copy(context: Context, _tokens: Tokens, target: int) -> bool:
+    context.restore_sequence(target, context.save_sequence(0))
+    return context.remove(target, _N_SHARED)
+
+
+def _copy_whole(context: Context, tokens: Tokens, target: int) -> bool:
+    context.remove(0)
+    _continue(context, tokens[:_N_SHARED], 0, 0)
+    context.restore_sequence(target, context.save_sequence(0))
+    return True
+
+
+def _restore_checkpoint(context: Context, tokens: Tokens, target: int) -> bool:
+    context.remove(0)
+    _continue(context, tokens[:_N_SHARED], 0, 0)
+    part = context.save_part(0)
+    _continue(context, tokens[_N_SHARED:][::-1], _N_SHARED, 0)  # different tokens, to be truncated
+    if context.shares_cells and target:
+        context.share_cells(0, target, part)
+        context.remove(0)
+    else:
+        context.restore_sequence(target, context.save_sequence(0))
+        context.restore_part(target, part)
+    return True
+
+
+_TRIALS: dict[Sharing, Callable[[Context, Tokens, int], bool]] = {
+    "cells": _share_cells, "copy": _copy, "checkpoints": _restore_checkpoint, "whole": _copy_whole,
+}  # fmt: skip
+"""Give the sequence `target` the first `_N_SHARED` tokens of sequence 0. False: the memory cannot do it."""
+
+
+def _continue(context: Context, tokens: Tokens, position: int, seq_id: int) -> npt.NDArray[np.float32]:
     """Decodes these tokens in as few batches as possible. Returns the logits of the last one, float32[n_vocab]."""
     batch, n = Batch(context.n_batch), len(tokens)
     for start in range(0, n, context.n_batch):
@@ -119,7 +142,6 @@ def _continue(context: Context, tokens: npt.NDArray[np.int32], position: int, se
     return row
 
 
-# --- sampling on the device ------------------------------------------------------------------------------------------
 # Tried in a child process with a tiny model: a driver may crash when it compiles the kernels.
 
 
@@ -128,11 +150,12 @@ def find_sampling_crash(
 ) -> str | None:
     """How llama.cpp crashes when it samples on these GPUs from a vocabulary of `n_vocab` tokens; None if it does not.
 
-    `device`, `names`: as in `Model`. The answer is cached for this library and its devices; with `tries_again`, only if
-    it does not crash.
+    `device`, `names`: the GPU by number, or devices by ggml's names. The answer is cached for this library and its
+    devices; with `tries_again`, only if it does not crash.
     """
     devices = [(each.name, each.description) for each in Backend.get().devices()]
     verdict = finding_path("sampling", finding_key(Path(library_path()).parent, (), devices, n_vocab, device, names))
     arguments = (str(n_vocab), "" if device is None else str(device), *names)
     command = child_command("cppbatch.llama.sampling_child", *arguments)
-    return find_crash("sampling on the GPU", verdict, command, _SAMPLING_S, remembers=not tries_again)
+    # a software driver compiles for a minute: 300 s are enough
+    return find_crash("sampling on the GPU", verdict, command, 300, remembers=not tries_again)

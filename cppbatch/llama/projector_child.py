@@ -11,8 +11,6 @@ from cppbatch.errors import CppBatchError
 from cppbatch.llama import MediaEncoder, Model
 from cppbatch.llama.media_encoder import MediaChunk
 
-_SIDE = 64  # pixels
-
 
 def main() -> None:
     """`projector_child MODEL PROJECTOR`: exit code 0 if it encodes. The model's weights are not loaded."""
@@ -22,7 +20,7 @@ def main() -> None:
             encoder = MediaEncoder(model, projector, n_threads=available_threads())
             chunks: list[MediaChunk] = []
             if "image" in encoder.modalities:
-                chunks += encoder.split_image(np.full((_SIDE, _SIDE, 3), 128, np.uint8))
+                chunks += encoder.split_image(np.full((64, 64, 3), 128, np.uint8))
             if "audio" in encoder.modalities:
                 chunks += encoder.split_audio(np.zeros(encoder.sample_rate, np.float32))
             for chunk in chunks:

@@ -29,10 +29,6 @@ def main() -> None:
         sys.exit(str(error))
 
 
-# --- quantize --------------------------------------------------------------------------------------------------------
-# Rewrites a model file with other weight types, using llama.cpp's quantiser.
-
-
 def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, str] | None = None) -> Path:
     """Writes the model `source` to `target`, with all matrices of type `default`, and returns `target`.
 

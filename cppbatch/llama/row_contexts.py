@@ -21,7 +21,7 @@ from cppbatch.llama.head_context import HeadContext
 from cppbatch.llama.library import C, nextn
 from cppbatch.llama.llama_batch import Batch, EmbeddingBatch, FloatArray
 from cppbatch.llama.model import Model
-from cppbatch.models.inspect import DraftFile
+from cppbatch.models.draft_files import DraftFile
 
 
 class EagleContext(HeadContext):

@@ -20,7 +20,6 @@ from cppbatch.rpc_endpoint import Endpoint, check_worker, end_when_silent
 _Void, _Size = ctypes.c_void_p, ctypes.c_size_t
 _NAME = b"RPC"
 _OPEN_FILES = "/dev/fd"  # Linux and macOS
-_POLL_S = 0.05
 _CPU, _ACCELERATOR = 0, 3  # ggml_backend_dev_type
 _ADD_SERVER = ctypes.CFUNCTYPE(_Void, ctypes.c_char_p)
 _START_SERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, _Size, _Size, ctypes.POINTER(_Void))
@@ -170,7 +169,7 @@ def _watch_clients(port: int) -> None:
     Connections inherit this setting from the listening socket, once it exists.
     """
     while not _end_when_silent(_own_port, port):
-        time.sleep(_POLL_S)
+        time.sleep(0.05)
 
 
 def _peer_port(connection: socket.socket) -> int:

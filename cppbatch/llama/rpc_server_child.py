@@ -15,8 +15,6 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.rpc import choose_devices, serve_devices
 from cppbatch.rpc_endpoint import Endpoint
 
-_GIB = 2**30
-
 
 def main() -> None:
     """Serves until the process is killed."""
@@ -25,7 +23,7 @@ def main() -> None:
         devices = {device.name: device for device in Backend.get().devices()}
         names = choose_devices(setup["devices"])
         found = [
-            f"{name} ({devices[name].description}, {devices[name].memory_free / _GIB:.1f} GiB free)" for name in names
+            f"{name} ({devices[name].description}, {devices[name].memory_free / 2**30:.1f} GiB free)" for name in names
         ]
         print(", ".join(found), flush=True)
         endpoint = Endpoint(setup["host"], setup["port"])

@@ -17,9 +17,6 @@ from cppbatch.llama.owned import Owned
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIN_KEEP = 1
-_MIROSTAT_M = 100  # tokens from which mirostat version 1 estimates the slope; the value of the paper and llama.cpp
-_UNDERFLOW = 87.0  # exp(-87) is nearly the smallest normal float32
-_XTC_SEED = 0x9E3779B9  # XORed into the seed of xtc, so that its random numbers differ from those of `dist`
 
 _DROP = "drop impossible candidates"
 
@@ -102,7 +99,8 @@ class SamplerChain:
         """With this probability, drops all tokens above `threshold` except the least likely of them."""
         _finite(probability), _finite(threshold)
         return self._add_seeded(
-            lambda seed: C.llama_sampler_init_xtc(probability, threshold, _MIN_KEEP, _seed(seed ^ _XTC_SEED))
+            # the seed is changed so that its random numbers differ from those of `dist`
+            lambda seed: C.llama_sampler_init_xtc(probability, threshold, _MIN_KEEP, _seed(seed ^ 0x9E3779B9))
         )
 
     def temperature(self, value: float, spread: float = 0.0, exponent: float = 1.0) -> SamplerChain:
@@ -125,7 +123,8 @@ class SamplerChain:
         """Selects at random so that the surprise stays near `tau`. Has a random generator, seeded once with `seed`."""
         _finite(tau), _finite(eta)
         return self._drop()._add(
-            lambda: C.llama_sampler_init_mirostat(self._n_vocab, _seed(seed), tau, eta, _MIROSTAT_M)
+            # 100: tokens from which mirostat version 1 estimates the slope, as in the paper and in llama.cpp
+            lambda: C.llama_sampler_init_mirostat(self._n_vocab, _seed(seed), tau, eta, 100)
         )
 
     def mirostat_v2(self, tau: float, eta: float, seed: int) -> SamplerChain:
@@ -227,7 +226,8 @@ def _is_native(sampler: Any) -> bool:
 def _drop_impossible(candidates: npt.NDArray[Any], array: Any) -> None:
     """Removes candidates whose probability is 0 in float32: samplers that take its logarithm would sort by NaN."""
     remaining = _remaining(candidates, array)
-    possible = remaining[remaining["logit"] > remaining["logit"].max() - _UNDERFLOW]
+    # exp(-87) is nearly the smallest normal float32
+    possible = remaining[remaining["logit"] > remaining["logit"].max() - 87.0]
     remaining[: len(possible)] = possible
     array.size = len(possible)
 

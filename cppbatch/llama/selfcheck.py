@@ -26,7 +26,6 @@ log = logging.getLogger("cppbatch.llama")
 
 _TIMEOUT_S = 120
 _FINE = "fine"
-_WINDOWS_EXCEPTION = 0xC0000000
 _CRASH_NAMES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
 _ABORT = re.compile(r"^\S+\.\w+:\d+: (.+)|^ *what\(\): +(.+)", re.MULTILINE)  # of ggml, and of C++
 _CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name)}  # Windows has fewer
@@ -136,7 +135,7 @@ def run_child(command: list[str], timeout_s: float | None = None) -> Failure | N
     reason = f": {found[1] or found[2]}" if found else ""
     if -done.returncode in _CRASHES:
         return Failure(f"killed by {signal.Signals(-done.returncode).name}{reason}", crashed=True)
-    if done.returncode >= _WINDOWS_EXCEPTION:
+    if done.returncode >= 0xC0000000:  # an exception on Windows
         return Failure(f"terminated by exception {done.returncode:#x}{reason}", crashed=True)
     last = errors.strip().splitlines()[-1:] or ["no output"]
     return Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

@@ -139,7 +139,6 @@ def _words(*numbers: int) -> Bytes:
     return np.array(numbers, np.uint32).view(np.uint8)
 
 
-# --- rollback --------------------------------------------------------------------------------------------------------
 # Tracks which of a sequence's last tokens (rejected drafts) can be removed if memory is not only cells.
 #
 # - Recurrent states: llama.cpp keeps a snapshot of the state before each of the last tokens (`n_rs_seq`), next to the

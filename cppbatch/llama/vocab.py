@@ -21,17 +21,15 @@ from cppbatch.llama.library import C, library_path
 from cppbatch.llama.owned import Owned
 from cppbatch.llama.sampler_chain import DrySampler
 from cppbatch.models.find import model_parts
+from cppbatch.setting import INT32_MAX
 from cppbatch.text_patterns import any_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-_MAX_DRY_SAMPLERS = 16
 _MANY_TOKENS = 8192  # reading the properties of fewer tokens is faster than a cache lookup
 _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM = 0, 1, 2, 3, 4
-_INT32_MAX = 2**31 - 1
-_MAX_WORD_BYTES = 2048  # of one token's text, if white space is dropped and an unknown word is one token
 _SPECIAL = b"\xff"  # llguidance's prefix for special tokens
 _SPACES = " \t\n\v\f\r"  # that special tokens absorb
 
@@ -86,7 +84,8 @@ class Vocab:
         self._pair_separator, self._pair_end = _pair_special_tokens(handle)
         tokens = _read_tokens(handle, self.n_tokens, path, overrides)
         drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
-        self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, tokens.longest)
+        # 2048 bytes of text may be one token, if white space is dropped and an unknown word is one token
+        self.longest_piece: int = max(2048 if drops_spaces else 1, tokens.longest)
         """Maximum bytes of text in one token."""
         self._special_splitter, self._plain_splitter = _splitters(tokens.special)
         self.control_texts = _control_texts(tokens.special)
@@ -156,14 +155,14 @@ class Vocab:
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> npt.NDArray[np.int32]:
         raw = text.encode("utf-8", "replace")
-        if len(raw) > _INT32_MAX:
-            raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {_INT32_MAX}")
+        if len(raw) > INT32_MAX:
+            raise OutOfRange(f"a text of {len(raw)} bytes is too long to tokenise; the limit is {INT32_MAX}")
         size = len(raw) + 2
         while True:
             out = np.empty(size, np.int32)
             pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
             n = C.llama_tokenize(self.handle, raw, len(raw), pointer, size, add_special, parse_special)
-            if n == -_INT32_MAX - 1:
+            if n == -INT32_MAX - 1:
                 raise LlamaError("the text has too many tokens to count")
             if n >= 0:
                 tokens: npt.NDArray[np.int32] = out[:n].copy()
@@ -251,7 +250,7 @@ class Vocab:
                     breakers=breakers,
                 )
             self._dry_samplers.move_to_end(key)
-            if len(self._dry_samplers) > _MAX_DRY_SAMPLERS:
+            if len(self._dry_samplers) > 16:
                 self._dry_samplers.popitem(last=False)
             return self._dry_samplers[key]
 
@@ -363,7 +362,6 @@ def _has_all_bytes(handle: Any) -> bool:
     return False
 
 
-# --- text splitting --------------------------------------------------------------------------------------------------
 # Splits a long text into parts that tokenise to the same tokens as the whole text.
 #
 # llama.cpp first splits a text at special tokens, in a linked list that it walks from the head for every token found
@@ -371,9 +369,11 @@ def _has_all_bytes(handle: Any) -> bool:
 # can stop between two parts.
 
 
-_MIN_PART = 1024  # characters; less than half of _MAX_RUN, so that `split_long_runs` cuts no special token
-_MAX_RUN = 4000  # characters
-_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN},}}|(?<!\s)\s{{{_MAX_RUN},}}")
+_MIN_PART_CHARACTERS = (
+    1024  # characters; less than half of _MAX_RUN_CHARACTERS, so that `split_long_runs` cuts no special token
+)
+_MAX_RUN_CHARACTERS = 4000  # characters
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN_CHARACTERS},}}|(?<!\s)\s{{{_MAX_RUN_CHARACTERS},}}")
 """A run of non-space, or of space, characters that is too long for some BPE vocabularies: llama.cpp splits their text
 with std::wregex, which recurses for each character and overflows the stack. The lookbehind restricts matches to the
 start of a run; without it, a run of 3,999 characters would be scanned again from each of them."""
@@ -432,7 +432,9 @@ class SpecialTokenSplitter:
     def split(self, text: str) -> Iterator[str]:
         """The parts of a text, in order. A short text is one part."""
         start = 0
-        while len(text) - start > 2 * _MIN_PART and (cut := self._next_cut(text, start + _MIN_PART)):
+        while len(text) - start > 2 * _MIN_PART_CHARACTERS and (
+            cut := self._next_cut(text, start + _MIN_PART_CHARACTERS)
+        ):
             yield text[start:cut]
             start = cut
         yield text[start:]
@@ -456,7 +458,7 @@ def split_long_runs(text: str) -> Iterator[str]:
     """Splits a text so that no part contains a run of more than about 4,000 non-space, or space, characters."""
     start = 0
     for run in _LONG_RUN.finditer(text):
-        for cut in range(run.start() + _MAX_RUN, run.end() + 1, _MAX_RUN):
+        for cut in range(run.start() + _MAX_RUN_CHARACTERS, run.end() + 1, _MAX_RUN_CHARACTERS):
             yield text[start:cut]
             start = cut
     if start < len(text) or not start:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import llama_cpp
 
 from cppbatch.config import CHOICES, CacheType, EngineConfig, Pooling, SplitMode
-from cppbatch.engine.params import RANGES, SamplingParams
+from cppbatch.engine.params import MOST_BIAS, RANGES, SamplingParams
 from cppbatch.errors import ConfigError
 
 log = logging.getLogger("cppbatch.llama_cpp_python")
@@ -43,7 +43,6 @@ _CONTEXT_PARAMS = (
 _OVERRIDES = {bool: "bool", int: "int", float: "float", str: "str"}
 _LIMITED = ("top_p", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
 """Parameters with the same name, which may be out of range in llama-cpp-python."""
-_MOST_BIAS = 100.0
 _DEFAULTS = {name: EngineConfig.__struct_defaults__[i] for i, name in enumerate(EngineConfig.__struct_fields__[1:])}
 
 
@@ -161,7 +160,7 @@ def sampling_params(given: Mapping[str, Any], *, seed: int, last_n: int) -> Samp
 
 
 def _biases(given: Mapping[Any, float] | None) -> dict[int | str, float]:
-    return {int(token): _within(bias, -_MOST_BIAS, _MOST_BIAS) for token, bias in (given or {}).items()}
+    return {int(token): _within(bias, -MOST_BIAS, MOST_BIAS) for token, bias in (given or {}).items()}
 
 
 def _within(value: float, low: float, high: float) -> float:

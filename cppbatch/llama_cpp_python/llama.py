@@ -46,7 +46,6 @@ Json = dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ORIGINAL: Any = llama_cpp.Llama  # saved, because `patch` rebinds this name
-_CELLS = 4096  # of an engine for short requests; the default number would take much longer to load
 _SIGNATURE = inspect.signature(_ORIGINAL.__init__)
 _GENERATE = inspect.signature(_ORIGINAL.generate)
 _COMPLETE = inspect.signature(_ORIGINAL._create_completion)
@@ -136,7 +135,8 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         model.context_params = context_params(given)
         n_ctx = min(n_ctx or model.n_ctx_train, model.n_ctx_train)
         self._n_ctx, self.n_batch = n_ctx, min(n_ctx, self._values["n_batch"])
-        cells = max(n_ctx, given.get("kwargs", {}).get("kv_cells") or cells_for(n_ctx, config.n_parallel, _CELLS))
+        # 4096 cells if requests are short: the default number would take much longer to load
+        cells = max(n_ctx, given.get("kwargs", {}).get("kv_cells") or cells_for(n_ctx, config.n_parallel, 4096))
         self._config = EngineConfig(self.model_path, **settings | {"n_ctx": max(cells, config.n_parallel)})
         self._engine_model = model
         self._model = _Borrowed(model, verbose=self.verbose)

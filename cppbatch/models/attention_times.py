@@ -23,8 +23,6 @@ log = logging.getLogger("cppbatch.kernels")
 
 PIECE = 64
 """Prompt tokens whose attention is timed together: ggml has a kernel for this number."""
-_TIMEOUT_S = 60
-_PAD = 256
 _OTHER_ATTENTION = (
     "attention.sliding_window", "attention.kv_lora_rank", "attn_logit_softcapping", "attention.alibi_bias_max",
     "attention.max_alibi_bias", "ssm.state_size", "wkv.head_size", "shortconv.l_cache", "attention.indexer.head_count",
@@ -95,7 +93,7 @@ class AttentionTimes(msgspec.Struct, frozen=True):
 
 def _read(attention: Attention, n_cells: float) -> float:
     """The cells that are read: llama.cpp computes a multiple of 256, and only flash attention leaves the others out."""
-    return n_cells + (_PAD / 2 if attention.flash_attn == "off" else 0)
+    return n_cells + (128 if attention.flash_attn == "off" else 0)
 
 
 def _at(seconds: Mapping[int, float], n_cells: float) -> float:
@@ -133,7 +131,7 @@ def attention_times(task: AttentionTask) -> AttentionTimes | None:
     if known := read_finding(path, AttentionTimes):
         return known
     try:
-        done = child_processes.run(child_command(), stdin=msgspec.json.encode(task), seconds=_TIMEOUT_S)
+        done = child_processes.run(child_command(), stdin=msgspec.json.encode(task), seconds=60)
         done.check_returncode()
         times = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=AttentionTimes)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
@@ -148,11 +146,7 @@ def child_command() -> list[str]:
     return child_processes.child_command("cppbatch.llama.attention_child")
 
 
-# --- request sizes ---------------------------------------------------------------------------------------------------
 # Kept when an engine ends, so that later starts can choose attention for them.
-
-
-_LEAST_REQUESTS = 16  # fewer say little about the next ones
 
 
 class RequestSizes(NamedTuple):
@@ -174,7 +168,8 @@ class RequestSizes(NamedTuple):
 def known_sizes(model: Path) -> RequestSizes | None:
     """The sizes of earlier requests to this file; None if there were few. Raises `OSError` if it cannot be read."""
     known = read_finding(_sizes_path(model), RequestSizes)
-    return known if known and known.requests >= _LEAST_REQUESTS and known.output_tokens else None
+    # fewer than 16 requests say little about the next ones
+    return known if known and known.requests >= 16 and known.output_tokens else None
 
 
 def keep_sizes(model: Path, sizes: RequestSizes) -> None:

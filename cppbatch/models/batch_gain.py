@@ -17,10 +17,8 @@ from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import KernelTimes, has_gpu, kernel_times
 from cppbatch.models.requantize import Matrix, copy_with, plan_auto, read_matrices
 
-_MIN_GAIN = 1.1  # less is not worth a larger file
-_FEW = 4  # the fewest rows that are timed beside one
+_FEW_ROWS = 4  # the fewest rows that are timed beside one
 _NEARLY_EXACT = ("Q8_0", "BF16", "F16")  # that `requantize` writes of any model
-_MIN_EARLIER = 1.2  # times as fast, for that many rows: times of single kernels vary by a tenth
 
 
 class KernelReport(msgspec.Struct, frozen=True):
@@ -80,13 +78,13 @@ def earlier_gain(path: Path, *, n_gpu_layers: int = -1) -> str | None:
     times = kernel_times([kind, *_NEARLY_EXACT])
     if kind not in times or (n_gpu_layers != 0 and has_gpu()):
         return None
-    cost = {name: each.ms[_FEW] / each.ms[1] for name, each in times.items()}
+    cost = {name: each.ms[_FEW_ROWS] / each.ms[1] for name, each in times.items()}
     best = min(cost, key=lambda name: cost[name])
-    if cost[best] * _MIN_EARLIER > cost[kind]:
+    if cost[best] * 1.2 > cost[kind]:  # times of single kernels vary by a tenth
         return None
     return (
-        f"{best} weights batch better: {_FEW} rows of a matrix take {cost[best]:.1f} times as long as one, compared "
-        f"with {cost[kind]:.1f} times for this file's {kind}; a single row takes "
+        f"{best} weights batch better: {_FEW_ROWS} rows of a matrix take {cost[best]:.1f} times as long as one, "
+        f"compared with {cost[kind]:.1f} times for this file's {kind}; a single row takes "
         f"{times[best].ms[1] / times[kind].ms[1]:.1f} times as long (`cppbatch models requantize "
         f"{shlex.quote(str(path))} --type {best}`)."
     )
@@ -102,7 +100,7 @@ def batch_advice(
     if not changes:
         return None
     gain = _load_ms(matrices, {}, times) / _load_ms(matrices, changes, times)
-    if gain < _MIN_GAIN:
+    if gain < 1.1:  # not worth a larger file
         return None
     total = sum(matrix.is_multiplied for matrix in matrices)
     old, new = ([kind for kind, _ in Counter(kinds).most_common()] for kinds in zip(*changes.values(), strict=True))
@@ -136,10 +134,6 @@ def _load_ms(
         of_load = times[kind].batch_ms if kind in times and matrix.is_multiplied else one_by_one
         ms += matrix.n_elements * matrix.used * of_load
     return ms
-
-
-# --- measured gain ---------------------------------------------------------------------------------------------------
-# From how many sequences on a model gains by batches on this machine, and which types of weights gain earlier.
 
 
 LEAST_GAIN = 1.2

@@ -6,11 +6,11 @@ import math
 import re
 from pathlib import Path
 
+from cppbatch.config import MAX_LAYERS
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import TensorInfo, read_header
 from cppbatch.models.find import model_parts
 
-_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS: llama.cpp aborts the process for more, and for 0
 _MAX_CONTEXT = 1 << 30  # tokens; positions are int32
 _MULTIPLIED = re.compile(
     r"(token_embd|output|blk\.\d+\.(attn_\w+|ffn_(gate|up|down)(_exps|_shexp)?|ssm_\w+))\.(weight|bias)"
@@ -35,8 +35,8 @@ def _check_numbers(path: Path, metadata: dict[str, object]) -> None:
         if not key.startswith(prefix) or not isinstance(value, (int, float)):
             continue
         name = key[len(prefix) :]
-        if name == "block_count" and not 1 <= value <= _MAX_LAYERS:
-            wanted = f"it must be from 1 to {_MAX_LAYERS} layers"
+        if name == "block_count" and not 1 <= value <= MAX_LAYERS:
+            wanted = f"it must be from 1 to {MAX_LAYERS} layers"
         elif name == "context_length" and not 1 <= value <= _MAX_CONTEXT:
             wanted = f"it must be from 1 to {_MAX_CONTEXT} tokens"
         elif name.endswith("_epsilon") and not 0 <= value < math.inf:

@@ -22,10 +22,8 @@ from cppbatch.models.find import model_parts
 
 log = logging.getLogger("cppbatch.models")
 
-_CHUNK_BYTES = 4 << 20  # about 3 ms without the GIL
 _SMALL_BYTES = 16 << 20  # reading these takes about as long as looking for a finding
 _SETTLED_NS = 2 * 10**9  # a file that changed more recently may change again within the resolution of its times
-_LOWEST_PRIORITY = 19
 
 IsStopped = Callable[[], bool]
 
@@ -75,7 +73,7 @@ def _place(path: Path) -> Path:
 
 
 def _hash(path: Path, is_stopped: IsStopped = lambda: False) -> str:
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(4 << 20))  # about 3 ms without the GIL
     try:
         with path.open("rb", buffering=0) as file:
             while n := file.readinto(chunk):
@@ -148,7 +146,7 @@ class WeightFiles:
     def _read_slowly(self) -> None:
         if sys.platform == "linux":  # elsewhere, only processes have priorities
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         began = time.monotonic()
         try:
             self._read(lambda: self._is_closed)

@@ -33,17 +33,10 @@ VALUE_TYPES = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "FLOAT32",
 """GGUF's types of metadata values, by their number in files."""
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = VALUE_TYPES.index("STRING"), VALUE_TYPES.index("ARRAY")
-_ALIGNMENT = 32
-_MOST_READ = 16  # headers that are kept
-_LARGE = 64 << 20  # bytes of a file whose header is a finding: 262,144 tokens and their merges take 0.08 s to skip
-_PIECE = 1 << 20  # bytes read at once
 
 _MOST_BYTES = 128 << 20  # of a header; with 262,144 tokens and their merges it has 15 MB
 _MOST_KEYS, _MOST_TENSORS = 4096, 16_384  # llama.cpp compares the name of each with those of all others
 _MOST_TEXTS = 4_000_000  # in arrays; skipping them takes half a second
-_MOST_NUMBERS = 4096  # of an array that are kept
-_MOST_TEXT = 1 << 20  # bytes of a text that is kept
-_LONGEST_KEY = 65_535  # bytes, as in GGUF's specification
 _MOST_DIMENSIONS, _LONGEST_NAME, _MOST_ELEMENTS = 4, 63, 2**63 - 1  # ggml's
 
 
@@ -135,12 +128,13 @@ def read_header(path: Path) -> FileHeader:
     return _read(path, file_stamp(path))
 
 
-@functools.lru_cache(_MOST_READ)
+@functools.lru_cache(16)
 def _read(path: Path, _stamp: tuple[int, ...]) -> FileHeader:
     try:
         with path.open("rb") as file:
             reader = _Reader(file)
-            if reader.size < _LARGE:
+            # the header of a large file is a finding: 262,144 tokens and their merges take 0.08 s to skip
+            if reader.size < 64 << 20:
                 return reader.header()
             kept = finding_path("headers", finding_key(Path(__file__).parent, [path]))
             if found := read_finding(kept, FileHeader):
@@ -222,7 +216,10 @@ class _Reader:
         metadata: dict[str, Any] = {}
         types: dict[str, str] = {}
         for _ in range(n_keys):
-            key, kind = self._text(_LONGEST_KEY), self._number(self._n4)
+            key, kind = (
+                self._text(65_535),
+                self._number(self._n4),
+            )  # GGUF's specification limits keys to this many bytes
             if key in metadata:
                 raise ValueError(f"it has {key!r:.80} twice")
             metadata[key] = self._value(kind)
@@ -230,7 +227,7 @@ class _Reader:
         tensors = [self._tensor() for _ in range(n_tensors)]
         if len({tensor.name for tensor in tensors}) < n_tensors:
             raise ValueError("two tensors have the same name")
-        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment is {alignment!r:.80}, which is not a power of 2")
         self.weights_start = -(-self._at // alignment) * alignment
@@ -288,7 +285,8 @@ class _Reader:
         start, end = self._at, self._at + n * kind.size
         self._fill(end)
         self._at = end
-        return n if n > _MOST_NUMBERS else tuple(value for (value,) in kind.iter_unpack(self._data[start:end]))
+        # longer arrays are not kept
+        return n if n > 4096 else tuple(value for (value,) in kind.iter_unpack(self._data[start:end]))
 
     def _text(self, most: int | None = None) -> Any:
         """A text; longer than `most`: an error, without that limit None."""
@@ -298,7 +296,8 @@ class _Reader:
         start, end = self._at, self._at + n
         self._fill(end)
         self._at = end
-        return self._data[start:end].decode("utf-8", "replace") if n <= _MOST_TEXT else None
+        # longer texts are not kept
+        return self._data[start:end].decode("utf-8", "replace") if n <= 1 << 20 else None
 
     def _number(self, kind: struct.Struct) -> Any:
         at = self._at
@@ -313,7 +312,7 @@ class _Reader:
         if end > _MOST_BYTES:
             raise ValueError(f"its header has more than {_MOST_BYTES >> 20} MiB")
         while len(self._data) < end:
-            piece = self._file.read(max(_PIECE, end - len(self._data)))
+            piece = self._file.read(max(1 << 20, end - len(self._data)))
             if not piece:
                 raise ValueError(f"it was truncated to {len(self._data)} bytes")
             self._data += piece

@@ -17,10 +17,8 @@ from cppbatch.errors import ModelError
 
 log = logging.getLogger("cppbatch.models")
 
-_IDENTITY_BYTES = 1 << 20
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
 _FIRST_PART = re.compile(r"(.*)-00001-of-(?!00000)(\d{5})\.gguf$")
-_MOST_LEVELS = 3  # of folders in the models folder: OWNER/REPO, and a folder for each type of weights
 _WEIGHT_TYPE = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32)$", re.IGNORECASE)
 LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
@@ -52,7 +50,7 @@ def files_below(folder: Path) -> Iterator[Path]:
     """
     for parent, folders, names in os.walk(folder, followlinks=True):
         here = Path(parent)
-        is_deepest = len(here.parts) - len(folder.parts) >= _MOST_LEVELS
+        is_deepest = len(here.parts) - len(folder.parts) >= 3  # OWNER/REPO, and a folder for each type of weights
         folders[:] = [] if is_deepest else [name for name in folders if not name.startswith(".")]
         yield from (here / name for name in names if name.endswith(".gguf") and not name.startswith("."))
 
@@ -191,4 +189,4 @@ def no_weights(path: Path) -> ModelError:
 def file_identity(model: Path) -> tuple[int, str]:
     """Identifies a model's file without reading all of it: its size, and a digest of its first MiB."""
     with model.open("rb") as file:
-        return model.stat().st_size, hashlib.sha256(file.read(_IDENTITY_BYTES)).hexdigest()
+        return model.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()

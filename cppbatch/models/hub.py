@@ -37,8 +37,6 @@ _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _TYPE = re.compile(r"(?:^|[./-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32))$", re.IGNORECASE)
 _USUAL_TYPE = "Q4_K_M"  # as in llama.cpp
-_TIMEOUT_S = 10  # for the list of files
-_MOST_SHOWN = 12
 _HUB = "https://huggingface.co"
 
 Say = Callable[[str], object]
@@ -95,7 +93,7 @@ def pull_model(
     in_child: bool = False,
 ) -> Path:
     """The path of the model's file, downloaded if missing. `say` gets a line before the download, and `starts` the file
-    and the bytes of all its parts. `root`: as in `present_file`. `in_child`: a child process downloads, without a
+    and the bytes of all its parts. `root`: another models folder. `in_child`: a child process downloads, without a
     progress bar; `child_processes.to_thread` ends it if it is cancelled.
 
     The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
@@ -203,7 +201,7 @@ def _main(repository: str, *arguments: str) -> None:
 
     try:
         _download(repository, *arguments)
-    except Exception as error:  # as in `_fetch`
+    except Exception as error:  # the hub's, its HTTP client's, and the system's
         sys.exit(reason_of(hub, HubModel(repository), error))
 
 
@@ -285,7 +283,7 @@ def _has_type(file: str, kind: str) -> bool:
 def file_sizes(hub: Any, repository: str) -> dict[str, int]:
     """The files of a repository with their bytes."""
     api = hub.HfApi(endpoint=_endpoint())
-    info = api.model_info(repository, files_metadata=True, timeout=_TIMEOUT_S)  # listing the tree retries for 23 s
+    info = api.model_info(repository, files_metadata=True, timeout=10)  # listing the tree retries for 23 s
     return {each.rfilename: each.size or 0 for each in info.siblings or ()}
 
 
@@ -308,7 +306,7 @@ def choose_files(model: HubModel, sizes: dict[str, int]) -> list[str]:
     if found is None:
         types = {weight_type(file) for file in models} - {""}
         there = sorted(types) if types and not model.choice.endswith(".gguf") else models
-        shown = ", ".join(there[:_MOST_SHOWN]) + (" ..." if len(there) > _MOST_SHOWN else "")
+        shown = ", ".join(there[:12]) + (" ..." if len(there) > 12 else "")
         raise ModelError(f"{model.choice} not found in {model.repository}; available: {shown}")
     missing = [part.as_posix() for part in model_parts(Path(found)) if part.as_posix() not in sizes]
     if missing:

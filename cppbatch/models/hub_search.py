@@ -25,10 +25,6 @@ from cppbatch.models.hub import (
     weight_type,
 )
 
-_TIMEOUT_S = 10
-_PIECE = 4 << 20  # bytes of a file that are requested at once
-_MOST_FOUND = 30
-
 
 class Found(NamedTuple):
     """A repository with GGUF files."""
@@ -61,7 +57,7 @@ def search_hub(text: str) -> list[Found]:
     require("huggingface_hub", "searching the hub")
     from huggingface_hub import errors
 
-    asked = {"search": text, "filter": "gguf", "sort": "downloads", "direction": -1, "limit": _MOST_FOUND}
+    asked = {"search": text, "filter": "gguf", "sort": "downloads", "direction": -1, "limit": 30}
     try:
         found = _get(f"{hub_address()}/api/models", params=asked).json()
         return [Found(each["id"], each.get("downloads") or 0, each.get("likes") or 0) for each in found]
@@ -108,7 +104,7 @@ def _sizes(repository: str) -> dict[str, int]:
 
     try:
         return file_sizes(hub, repository)
-    except Exception as error:  # as in `search_hub`
+    except Exception as error:  # the hub's, and its HTTP client's
         raise ModelError(reason_of(hub, HubModel(repository), error)) from error
 
 
@@ -118,7 +114,7 @@ def _read_start(hub: Any, model: HubModel, file: str, n_bytes: int) -> bytes:
         return read_before_weights(cast(Any, _RemoteFile(url, n_bytes)), n_bytes)
     except ModelError:
         raise
-    except Exception as error:  # as in `search_hub`
+    except Exception as error:  # the hub's, and its HTTP client's
         raise ModelError(reason_of(hub, model, error)) from error
 
 
@@ -129,7 +125,7 @@ class _RemoteFile(io.RawIOBase):
         self._url, self._n_bytes, self._at = url, n_bytes, 0
 
     def read(self, size: int = -1) -> bytes:
-        end = min(self._at + max(size, _PIECE), self._n_bytes)
+        end = min(self._at + max(size, 4 << 20), self._n_bytes)
         if self._at >= end:
             return b""
         found = _get(self._url, headers={"Range": f"bytes={self._at}-{end - 1}"}).content
@@ -142,6 +138,6 @@ def _get(url: str, *, params: Mapping[str, Any] | None = None, headers: Mapping[
     from huggingface_hub import utils
 
     sent = {**utils.build_hf_headers(), **(headers or {})}
-    response = utils.get_session().get(url, params=params, headers=sent, timeout=_TIMEOUT_S)
+    response = utils.get_session().get(url, params=params, headers=sent, timeout=10)
     utils.hf_raise_for_status(response)
     return response

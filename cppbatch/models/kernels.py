@@ -26,7 +26,7 @@ log = logging.getLogger("cppbatch.kernels")
 ROWS = (1, 4, 16, 256)
 """The batch sizes that are timed."""
 
-_BATCH = 16
+_BATCH_ROWS = 16
 _BATCHED_GAIN = 1.3  # types without a batched kernel measure 1.0 to 1.1, those with one 1.6 to 7 (docs/decisions/0028)
 _TIMEOUT_S = 60
 _CLOCK = "cpu-time"  # of the times in a file: those of older releases were wall time, longer on a busy machine
@@ -62,12 +62,12 @@ class KernelTimes(msgspec.Struct, frozen=True):
     def batch_ms(self) -> float:
         """`load_ms` of 16 sequences, repacked or not: the engine keeps weights in the faster way. Types of weights are
         compared by this."""
-        return min(self.load_ms(_BATCH), self.load_ms(_BATCH, plain=True))
+        return min(self.load_ms(_BATCH_ROWS), self.load_ms(_BATCH_ROWS, plain=True))
 
     @property
     def batch_gain(self) -> float:
         """How many times faster a row is computed in a batch of 16 than alone."""
-        return _BATCH * self.ms[1] / self.ms[_BATCH]
+        return _BATCH_ROWS * self.ms[1] / self.ms[_BATCH_ROWS]
 
     @property
     def is_batched(self) -> bool:
@@ -163,16 +163,13 @@ def interpolate(at: float, points: Mapping[int, float]) -> float:
     return points[low] + (points[high] - points[low]) * min(1.0, (at - low) / (high - low))
 
 
-# --- repacking -------------------------------------------------------------------------------------------------------
 # Whether repacked weights are faster for an engine, according to this CPU's kernel times.
 #
 # llama.cpp repacks some types of weights, so that its kernels read several rows of a matrix at once. That helps a
 # single sequence, but for some types the kernels for weights as they are in the file compute batches faster.
 
 
-_FEW = 4
-"""Up to this number of sequences, weights are repacked: the speed of each sequence counts."""
-_CLEARLY = 1.05
+_MIN_NAMED_GAIN = 1.05
 _FLOATS = ("F32", "F16", "BF16")
 _LOOKUP = "token_embd.weight"
 
@@ -184,18 +181,18 @@ def why_not_repacked(path: Path, n_parallel: int) -> str | None:
     run. Types that were never timed here are timed now, in seconds. Raises `ModelError` if the file cannot be
     read.
     """
-    if n_parallel <= _FEW:
+    if n_parallel <= 4:
         return None
     weights = _quantised_weights(path)
     times = kernel_times(weights)
     if not any(each.plain_ms for each in times.values()):
         return None
     gain = _load_ms(weights, times, n_parallel) / _load_ms(weights, times, n_parallel, plain=True)
-    if gain < _CLEARLY:
+    if gain < _MIN_NAMED_GAIN:
         return None
     kinds = " and ".join(kind for kind in weights if kind in times and times[kind].plain_ms)
     one = _rows_ms(weights, times, 1, plain=True) / _rows_ms(weights, times, 1)
-    alone = f"; with `--repack on`, one sequence alone is about {one:.1f}x faster" if one >= _CLEARLY else ""
+    alone = f"; with `--repack on`, one sequence alone is about {one:.1f}x faster" if one >= _MIN_NAMED_GAIN else ""
     return (
         f"weights are not repacked: matrix products of {n_parallel} sequences and their prompts are about {gain:.1f}x "
         f"faster with {kinds} as in the file{alone}"

@@ -31,8 +31,6 @@ from cppbatch.models.requantize import (
 )
 from cppbatch.models.url import pull_url, pull_url_file, url_file
 
-_CHUNK = 1 << 20
-
 
 class PackagedModel(msgspec.Struct, frozen=True):
     """A GGUF file in a PyPI wheel."""
@@ -105,8 +103,8 @@ def _given_file(named: str) -> Path | None:
 
 
 def local_model(named: str) -> Path:
-    """The file of a model on this machine: as in `choose_model`, but nothing is downloaded, and a path without a file
-    is returned as it is. Raises `ModelError` for a name of several models, and for one of Ollama's library."""
+    """The file that `choose_model` finds on this machine. Nothing is downloaded, and a path without a file is returned
+    as it is. Raises `ModelError` for a name of several models, and for one of Ollama's library."""
     path = Path(named).expanduser()
     found = _given_file(named) or (None if path.exists() else find_model(models_folder(), named))
     if found is None and not path.exists() and (known := library_model(named)):
@@ -120,7 +118,7 @@ def local_model(named: str) -> Path:
 def choose_projector(named: str) -> Path | None:
     """The projector of a hub model, downloaded if the model is not local; None: no projector, or not a hub model.
 
-    `named`: as in `choose_model`, which must be called afterwards. Raises `ModelError`.
+    `named`: an argument of `choose_model`, which must be called afterwards. Raises `ModelError`.
     """
     path, here = Path(named).expanduser(), models_folder() / named
     model = None if os.path.exists(path) or os.path.isfile(here) else hub_model(named)
@@ -247,7 +245,7 @@ def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
         task = progress.add_task("verifying", total=model.n_bytes)
-        while chunk := source.read(_CHUNK):
+        while chunk := source.read(1 << 20):
             digest.update(chunk)
             out.write(chunk)
             progress.advance(task, len(chunk))

@@ -26,8 +26,6 @@ _NAME = re.compile(rf"({_PART}(?:/{_PART})*)(?::(\w[\w.-]{{0,127}}))?", re.ASCII
 _MANIFESTS = "application/vnd.docker.distribution.manifest.v2+json,application/vnd.oci.image.manifest.v1+json"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
-_MOST_BYTES = 4 << 20  # of a manifest, as registries have it
-_UNAUTHORIZED = 401
 
 
 def pull_image(name: str, say: Say = lambda line: None) -> Path:
@@ -74,7 +72,7 @@ def _manifest(url: str) -> tuple[str, Any]:
         return "", _read_json(url, Accept=_MANIFESTS)
     except HTTPError as error:
         challenge = error.headers.get("WWW-Authenticate") or ""
-        if error.code != _UNAUTHORIZED or not challenge.lower().startswith("bearer "):
+        if error.code != 401 or not challenge.lower().startswith("bearer "):
             raise
     fields = dict(_CHALLENGE.findall(challenge))
     realm = fields.pop("realm", "")
@@ -90,7 +88,7 @@ def _read_json(url: str, **headers: str) -> Any:
     for name, value in headers.items():
         request.add_unredirected_header(name, value)
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        found = json.loads(answer.read(_MOST_BYTES))
+        found = json.loads(answer.read(4 << 20))  # registries limit manifests to this size
     if not isinstance(found, dict):
         raise ValueError(f"{url} is not a JSON object")
     return found

@@ -41,7 +41,7 @@ TYPES = (
 EXACT = ("Q8_0", "BF16", "F16", "F32")
 """Types that lose next to nothing of types of as many bits or fewer; smallest first."""
 _SMALL = ("Q4_K", "IQ4_NL", "Q4_0")  # 4 bits with batched kernels on most CPUs; best quality first
-_FASTER = 0.9  # of a type's time: less would not be worth another file
+_MAX_TIME_RATIO = 0.9  # of a type's time: less would not be worth another file
 _SAME = 0.95  # of a time: less would be noise, and the smaller file is chosen
 _SMALL_BYTES = 512 << 20  # of all matrices with 16 bits: a single row of more is bound by reading them from memory
 _SMALL_PART = 8  # of the machine's memory
@@ -111,7 +111,7 @@ def target_type(source_type: str, times: Times, lossy: bool = False, *, is_small
         return suited_types(source_type, times, is_small=is_small)[0]
     known = [kind for kind in dict.fromkeys((source_type, "Q8_0", *_SMALL)) if kind in times.keys() - set(FLOATS)]
     fastest = min((times[kind].batch_ms for kind in known), default=0.0)
-    return next((kind for kind in known if times[kind].batch_ms * _FASTER <= fastest), source_type)
+    return next((kind for kind in known if times[kind].batch_ms * _MAX_TIME_RATIO <= fastest), source_type)
 
 
 def suited_types(source_type: str, times: Times, *, is_small: bool) -> list[str]:
@@ -133,7 +133,7 @@ def suited_types(source_type: str, times: Times, *, is_small: bool) -> list[str]
         exact = [kind for kind in exact if kind not in FLOATS or bits(kind) == bits(source_type)]
     ms = {kind: times[kind].batch_ms for kind in (source_type, *exact)}
     fastest = min(ms.values())
-    own = [source_type] if ms[source_type] * _FASTER <= fastest else []
+    own = [source_type] if ms[source_type] * _MAX_TIME_RATIO <= fastest else []
     return own + [kind for kind in exact if ms[kind] * _SAME <= fastest]
 
 
@@ -322,12 +322,10 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-# --- part folders ----------------------------------------------------------------------------------------------------
 # Hidden folders for files that are not complete yet. What a killed process has left is removed by the next one.
 
 
 _HOST = re.sub(r"\W", "_", platform.node())
-_CLOCK_S = 60.0  # the times of processes follow changes of the clock
 
 
 @contextlib.contextmanager
@@ -358,4 +356,4 @@ def _runs(pid: int, created: int) -> bool:
         return True
     except psutil.NoSuchProcess:
         return False
-    return abs(began - created) < _CLOCK_S
+    return abs(began - created) < 60.0  # the times of processes follow changes of the clock

@@ -41,7 +41,6 @@ FIRST_BYTE = 5  # the id of <0x00>; the other 255 bytes follow
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _WORDS = "the that this they and are was for you not with have from said what when will one all can"
 _PAIRS = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri"
-_KERNEL = 16  # rows that are shorter are kernels of a convolution
 _MAX_RANDOM = 1 << 22  # or 8B shapes would take too long
 
 
@@ -343,7 +342,7 @@ def _n_bytes(weight: Weight, quant: str) -> int:
 
 
 def _kind(weight: Weight, quant: str) -> Any:
-    is_float = len(weight.shape) == 1 or weight.shape[-1] < _KERNEL  # a vector, or kernels of a convolution
+    is_float = len(weight.shape) == 1 or weight.shape[-1] < 16  # a vector, or kernels of a convolution
     return gguf.GGMLQuantizationType["F32" if is_float else weight.kind or quant]
 
 

@@ -21,7 +21,6 @@ from cppbatch.models.find import check_file, model_parts, models_folder
 
 TIMEOUT_S = 30
 """Without any data."""
-_CHUNK = 1 << 20
 _UNSAFE = re.compile(r"[^\w.-]+")
 _PARTIAL, _RANGE_REFUSED = 206, 416
 
@@ -95,7 +94,7 @@ def _download(url: str, target: Path, say: Say, authorization: str, sha256: str)
             with part.open("ab" if n_there else "wb") as file:
                 if tag := _tag(answer.headers):
                     tag_file.write_text(tag, "utf-8")
-                shutil.copyfileobj(answer, file, _CHUNK)
+                shutil.copyfileobj(answer, file, 1 << 20)
                 if n_bytes and file.tell() != n_there + n_bytes:
                     raise ModelError(f"{url}: the connection closed before the end; run the same command to continue")
         tag_file.unlink(missing_ok=True)

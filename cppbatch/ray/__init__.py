@@ -18,7 +18,7 @@ os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")  # 0.1 takes 2
 def app(arguments: dict[str, Any]) -> Any:
     """The Serve application of a model, with the HTTP API of `cppbatch serve`: `import_path: cppbatch.ray:app`.
 
-    `arguments`: the `args` of a Serve config file, as in `cppbatch.ray.serve_application.Arguments`. Returns a
+    `arguments`: the `args` of a Serve config file (`cppbatch.ray.serve_application.Arguments`). Returns a
     `ray.serve.Application`. Raises `ConfigError` and `ModelError`.
     """
     from cppbatch.ray.serve_application import build

@@ -26,9 +26,6 @@ LOCAL = "local"
 _INSTALL = "install it with `pip install 'cppbatch[ray]'`, or in a checkout with `python3 scripts/install.py --ray`"
 
 _OLDEST = (2, 60)
-_OBJECT_STORE_BYTES = 256 * 2**20  # for messages above 100 KB, such as long prompts; Ray's default is 30% of memory
-_CONNECT_SECONDS = 5.0
-_MAX_LOG_BYTES = 5 * 2**20
 _AUTO = "auto"
 _ADDRESS_VARIABLE, _AUTH_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_MODE"
 
@@ -195,7 +192,7 @@ def _refuses(address: str) -> str:
     """The reason why the address is unreachable; "" if it is reachable."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -209,14 +206,14 @@ def _init(found: str, num_cpus: int | None) -> dict[str, Any]:
         settings |= {
             "num_cpus": num_cpus,
             "include_dashboard": False,
-            "object_store_memory": _OBJECT_STORE_BYTES,
+            "object_store_memory": 256 << 20,  # Ray's default is 30% of memory
         }
     return dict(ray.init(found or LOCAL, **settings).address_info)
 
 
 def _log_to(file: Path) -> None:
     """Sends the messages of Ray and Ray Serve in this process to a file instead of the terminal."""
-    handler = logging.handlers.RotatingFileHandler(file, maxBytes=_MAX_LOG_BYTES, backupCount=1, delay=True)
+    handler = logging.handlers.RotatingFileHandler(file, maxBytes=5 << 20, backupCount=1, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
     for name in ("ray", "ray.serve"):
         logger = logging.getLogger(name)
@@ -262,7 +259,6 @@ def _connection_error(address: str, error: Exception, log_file: Path) -> str:
     return f"the Ray cluster at {address} cannot be joined: {text[:500]}. {more}"
 
 
-# --- front records ---------------------------------------------------------------------------------------------------
 # Records of what each `cppbatch serve --ray` of this user has started on this machine, in files that persist if the
 # process is killed.
 

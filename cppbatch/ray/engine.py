@@ -35,15 +35,13 @@ from cppbatch.ray.messages import (
     decode_to_front,
     encode,
 )
-from cppbatch.ray.replica.set import ReplicaLost, ReplicaSet, ReplicaSetStatus
+from cppbatch.ray.replica.set import LEASE_PERIOD_S, ReplicaLost, ReplicaSet, ReplicaSetStatus
 
 log = logging.getLogger("cppbatch.ray")
 
 _MAX_LOST = 5  # consecutive lost replicas, without a token in between, after which a request fails
-_PAUSE_S = 0.2  # before a request is resent, times the number of lost replicas
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
 _IDLE_PERIOD_S = 1.0  # between two questions about the live state while no replica has a request known here
-_LEASE_PERIOD_S = 4.0
 _MAX_GROUPS = 4096  # more than the replicas of a cluster
 
 
@@ -109,7 +107,7 @@ class RayEngine(RemoteEngine[SentRequest]):
                 answer = decode_answer(await self._replicas.ask(message))
             except ReplicaLost as error:
                 why = str(error)
-                await asyncio.sleep(n_lost * _PAUSE_S)
+                await asyncio.sleep(n_lost * 0.2)
                 continue
             if isinstance(answer, Refused):
                 raise answer.error
@@ -286,7 +284,7 @@ class RayEngine(RemoteEngine[SentRequest]):
                 await self._replicas.renew_lease(self._front)
             except Exception as error:  # `_watch` reports that the cluster does not respond
                 log.debug("failed to renew the lease: %s", error)
-            await asyncio.sleep(_LEASE_PERIOD_S)
+            await asyncio.sleep(LEASE_PERIOD_S)
 
     async def _update_status(self) -> None:
         self._status = await self._replicas.status()

@@ -16,10 +16,10 @@ from cppbatch.server.auth.key_file import read_keys
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
+from cppbatch.setting import INT32_MAX
 
 INGRESS = "http"
 """The name of the deployment that serves HTTP."""
-_UNLIMITED = 2**31 - 1  # the server has its own limits (`max_concurrent`, `max_queue`)
 _PUSH_SECONDS = "2"
 
 
@@ -118,7 +118,7 @@ def build(arguments: dict[str, Any]) -> Any:
     ingress = serve.deployment(
         serve.ingress()(HttpIngress),
         name=INGRESS,
-        max_ongoing_requests=_UNLIMITED,
+        max_ongoing_requests=INT32_MAX,  # the server has its own limits (`max_concurrent`, `max_queue`)
         ray_actor_options={
             "num_cpus": 0,  # it must also start on a machine where replicas have reserved all CPUs
             "runtime_env": {"env_vars": {"RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": _PUSH_SECONDS}},

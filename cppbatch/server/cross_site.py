@@ -154,10 +154,6 @@ def _refusal(header: str, message: str, code: str) -> ApiError:
     return ApiError(403, f"{header} {message}", "permission_error", header, code)
 
 
-# --- cors ------------------------------------------------------------------------------------------------------------
-# Requests from web pages of other origins (CORS): which pages may use the server.
-
-
 _OF_OTHERS = re.compile(r"file|ftp|data|blob|about|javascript|.*-extension")
 """Schemes of pages that may come from elsewhere: downloaded files, and what browsers install. No web site has any other
 scheme than http and https."""

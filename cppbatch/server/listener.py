@@ -17,9 +17,8 @@ from cppbatch.server.http.connections import HEAD_SECONDS, Connection, Connectio
 
 _KEEPALIVE_SECONDS = 75  # between requests; longer than proxies usually keep idle connections
 _LINGER_SECONDS = 2  # keep reading after an early refusal, so that the client receives it
-_MAX_HEADER = 8190  # bytes of one header; a request may have 128
+_MAX_HEADER_BYTES = 8190  # bytes of one header; a request may have 128
 _SHUTDOWN_SECONDS = 2  # for the last responses to be sent
-_BACKLOG = 128  # asyncio accepts this many at once, and they must not use up the file descriptors
 
 
 def _make_request(make: Callable[..., web.BaseRequest], prefix: str, message: Any, *others: Any) -> web.BaseRequest:
@@ -90,8 +89,8 @@ async def listen(
         auto_decompress=False,  # 0.3 MB may expand to 300 MB, so `admission_middleware` refuses compressed bodies
         keepalive_timeout=_KEEPALIVE_SECONDS,
         lingering_time=_LINGER_SECONDS,
-        max_line_size=_MAX_HEADER,
-        max_field_size=_MAX_HEADER,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()
@@ -106,7 +105,7 @@ async def listen(
         options: dict[str, Any] = {
             "ssl": address.tls,
             "ssl_handshake_timeout": head_timeout if address.tls else None,
-            "backlog": _BACKLOG,
+            "backlog": 128,  # asyncio accepts all at once, and they must not use up the file descriptors
         }
         loop = asyncio.get_running_loop()
         try:

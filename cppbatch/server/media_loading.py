@@ -21,8 +21,6 @@ from cppbatch.server.video import read_video
 
 Json = dict[str, Any]
 
-_FETCHED_AT_ONCE = 8
-
 
 class MediaLoader:
     """Loads the images and audio of one HTTP request, which its conversations may share."""
@@ -40,7 +38,7 @@ class MediaLoader:
             messages = without_unreadable_results(given, self._info.modalities)
             with contextlib.suppress(InvalidRequest):
                 remote |= {each.url: each for each in self._sources(messages) if is_remote(each) and not _is_file(each)}
-        at_once = asyncio.Semaphore(_FETCHED_AT_ONCE)
+        at_once = asyncio.Semaphore(8)
         await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
 
     def load(self, messages: list[Json]) -> list[Json]:

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch import __version__
-from cppbatch.engine.params import INT32_MAX, RANGES, UNLIMITED
+from cppbatch.engine.params import RANGES, UNLIMITED
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server import web_page
 from cppbatch.server.api import file_texts, hub, input_tokens, live_endpoint, pooling, status
@@ -31,6 +31,7 @@ from cppbatch.server.api.responses import create_response
 from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.server.http.endpoint import REFS, TEXT, Endpoint, Routes, json_content, schema_ref
 from cppbatch.server.http.limits import MAX_CHOICES
+from cppbatch.setting import INT32_MAX
 
 Json = dict[str, Any]
 

@@ -17,7 +17,6 @@ from cppbatch.server.http.hosts import MediaDomains
 
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
-_CHUNK = 1 << 16
 
 
 class ByteBudget:
@@ -67,7 +66,7 @@ async def _fetch(field: str, address: str, domains: MediaDomains, budget: ByteBu
                 if response.status != 200:
                     raise InvalidRequest(field, f"could not be fetched: {url.host} returned status {response.status}")
                 data = bytearray()
-                async for chunk in response.content.iter_chunked(_CHUNK):
+                async for chunk in response.content.iter_chunked(1 << 16):
                     budget.take(field, len(chunk))
                     data += chunk
                 return bytes(data)

@@ -22,7 +22,6 @@ Event = tuple[int, GenerationEvent]
 OnEvent = Callable[[int, GenerationEvent], object]
 """Called with the index of a request, and one of its events."""
 
-_EVENTS_AHEAD = 2  # events buffered for each running request, while the reader is slow
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds before a full queue is tried again
 
 
@@ -65,7 +64,8 @@ async def run_requests(
                 yield 0, _with_wait(event, waited)
         return
 
-    events: asyncio.Queue[Event | Exception] = asyncio.Queue(_EVENTS_AHEAD * at_once)
+    # two events are buffered for each running request while the reader is slow
+    events: asyncio.Queue[Event | Exception] = asyncio.Queue(2 * at_once)
     indices = iter(range(len(requests)))
 
     async def run_one(index: int) -> None:

@@ -13,7 +13,6 @@ from cppbatch.engine.request import Media
 from cppbatch.errors import InvalidRequest
 
 _MOST_FRAMES = 1024
-_MOST_PIXELS = 7680 * 4320  # of a frame
 _TIMEOUT_S = 60
 # Not those that name other files or addresses, such as playlists.
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,gif,asf"
@@ -67,7 +66,7 @@ def _decode(field: str, program: str, data: bytes, fps: float, most_bytes: int) 
     with tempfile.TemporaryDirectory(prefix="cppbatch-video-") as folder:
         file = Path(folder, "video")  # a pipe has no end, where MP4 files have a table
         file.write_bytes(data)
-        of_input = ["-protocol_whitelist", "file,pipe", "-format_whitelist", _FORMATS, "-max_pixels", str(_MOST_PIXELS)]
+        of_input = ["-protocol_whitelist", "file,pipe", "-format_whitelist", _FORMATS, "-max_pixels", str(7680 * 4320)]
         of_output = ["-map", "0:v:0", "-vf", f"fps={fps:g}", "-frames:v", str(_MOST_FRAMES + 1), "-fs", str(most_bytes)]
         command = [program, "-nostdin", "-loglevel", "error", *of_input, "-i", str(file), *of_output]
         command += ["-f", "image2pipe", "-c:v", "mjpeg", "-q:v", "2", "-threads", "1", "pipe:1"]

@@ -40,8 +40,6 @@ from cppbatch.sizing.attention_choice import (
 ATTENTION = ("flash_attn", "stream_flash_attn", "cache_type_k", "cache_type_v")
 """The settings that `plan_attention` may change."""
 
-_MIN_VALUES = 4096  # of all layers' queries: with fewer, attention takes microseconds of a step
-_MAX_MEMORY = 4096  # cells of a stream, for the times of attention
 _F16: Types = ("f16", "f16")
 
 
@@ -72,7 +70,8 @@ def plan_attention(config: EngineConfig, given: Collection[str], sizes: RequestS
     model = Path(config.model_path)
     try:
         shape, facts = attention_shape(model), inspect_model(model)
-        if shape is None or facts.pooling or shape.n_layer * shape.n_head * shape.head_k < _MIN_VALUES:
+        # with fewer than 4096 values in all layers' queries, attention takes microseconds of a step
+        if shape is None or facts.pooling or shape.n_layer * shape.n_head * shape.head_k < 4096:
             return AttentionPlan(config)
         kernel_times(["Q8_0"])  # cached; detects whether there is a GPU, if unknown
         if config.n_gpu_layers != 0 and has_gpu():
@@ -101,7 +100,7 @@ def _task(config: EngineConfig, shape: Shape, layout: KvLayout) -> AttentionTask
     else:
         n_timed, n_cells = min(2, config.n_parallel), config.n_ctx // config.n_parallel
     # Powers of two, so that similar sizes share their times.
-    return AttentionTask(shape, layout, n_timed, min(1 << (n_cells - 1).bit_length(), _MAX_MEMORY))
+    return AttentionTask(shape, layout, n_timed, min(1 << (n_cells - 1).bit_length(), 4096))
 
 
 def _allowed_choices(config: EngineConfig, given: Collection[str], now: Attention) -> Iterator[Attention]:
@@ -152,10 +151,6 @@ def _with(config: EngineConfig, best: Faster) -> EngineConfig:
 def _format_flags(attention: Attention) -> str:
     """Formats the choice as flags."""
     return f"-fa {attention.flash_attn} -ctk {attention.k} -ctv {attention.v}"
-
-
-# --- cache quality ---------------------------------------------------------------------------------------------------
-# Measured effects of KV cache types on a model's output.
 
 
 Types = tuple[CacheType, CacheType]

@@ -21,8 +21,6 @@ MAX_EXCESS_KL = 0.001
 """Maximum KL divergence from the f16 cache in nats, beyond that of a different order of additions, for a type to be
 chosen automatically."""
 
-_MOST_CELLS = 1024  # of a sequence, unless it is known: a prompt and its answer, mostly
-
 
 class Load(NamedTuple):
     """The work of an engine per generated token."""
@@ -73,7 +71,8 @@ class AttentionChoice(NamedTuple):
 
 def usual_load(config: EngineConfig) -> Load:
     """The assumed load if only the sizes are known: sequences are half full, at most half of 1,024 cells."""
-    return Load(config.n_parallel, min(config.n_ctx // config.n_parallel, _MOST_CELLS) / 2)
+    # 1024 cells mostly hold a prompt and its answer
+    return Load(config.n_parallel, min(config.n_ctx // config.n_parallel, 1024) / 2)
 
 
 def expected_load(config: EngineConfig, sizes: RequestSizes | None) -> Load:

@@ -84,10 +84,6 @@ def _bytes(mib: str) -> int:
     return round(float(mib) * 2**20)
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
-# Buffer types of a model's tensors, and the memory that the weights take in each.
-
-
 _PLACED = re.compile(r"tensor (\S+) \(\d+ MiB \S+\) buffer type overridden to (\S+)")
 _LAYER = re.compile(r"layer\s+(\d+) assigned to device (\S+),")
 _OF_LAYER = re.compile(r"blk\.(\d+)\.")

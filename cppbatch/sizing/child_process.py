@@ -19,8 +19,6 @@ from cppbatch.child_processes import ends_with_parent
 from cppbatch.errors import UnusableServer
 from cppbatch.interrupts import interrupt_on_termination
 
-_OUTPUT_END = 1000  # characters
-
 
 class CommandResult(NamedTuple):
     """The result of a command."""
@@ -132,7 +130,7 @@ def running_server(command: Sequence[str | Path], seconds: float = 120) -> Itera
     port = free_port()
     with ChildProcess([*command, "--host", "127.0.0.1", "--port", str(port)]) as process:
         if problem := process.wait_for(f"http://127.0.0.1:{port}/health", seconds):
-            raise UnusableServer(f"{' '.join(map(str, command))} {problem}: {process.output()[-_OUTPUT_END:]}")
+            raise UnusableServer(f"{' '.join(map(str, command))} {problem}: {process.output()[-1000:]}")
         yield RunningServer(f"http://127.0.0.1:{port}", process)
 
 

@@ -24,7 +24,6 @@ log = logging.getLogger("cppbatch.memory")
 CPU = "CPU"
 ROWS = (1, 4, 16, 512)
 """The numbers of rows that are timed."""
-_TIMEOUT_S = 120
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -58,12 +57,11 @@ def device_times(
             earlier = known.pop(keys[name], None)
             known[keys[name]] = msgspec.structs.replace(times, ms={**(earlier.ms if earlier else {}), **times.ms})
         if path:
-            write_finding(path, dict(list(known.items())[-_MOST:]))
+            write_finding(path, dict(list(known.items())[-64:]))  # the latest devices
     return {name: known[key] for name, key in keys.items()}
 
 
 _LEAST_BYTES, _MOST_BYTES = 4 << 20, 192 << 20  # of a matrix: more than most caches, if there is room
-_MOST = 64  # devices that are remembered
 
 
 def _key(device: Device) -> str:
@@ -74,7 +72,7 @@ def _key(device: Device) -> str:
 def _measure(task: _Task) -> dict[str, DeviceTimes] | None:
     try:
         command = child_processes.child_command("cppbatch.sizing.device_times")
-        done = child_processes.run(command, stdin=msgspec.json.encode(task), seconds=_TIMEOUT_S)
+        done = child_processes.run(command, stdin=msgspec.json.encode(task), seconds=120)
         return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=dict[str, DeviceTimes])
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the speed of %s cannot be measured: %s", " and ".join(task.devices), error)

@@ -25,11 +25,6 @@ from cppbatch.models.find import model_parts
 from cppbatch.models.kernels import times_path
 from cppbatch.sizing.buffers import Buffer
 
-# --- sequence memory -------------------------------------------------------------------------------------------------
-# The memory of a sequence and of a checkpoint: from llama.cpp's log of creating a context.
-
-
-_MIB = 2**20
 _CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*\d+/(\d+) seqs\)")
 _STATES = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,.* seqs\s+(\d+) rs_seq\)")
 _OTHER_STATES = re.compile(r"DSV4 \S+ state buffer size =\s*([\d.]+) MiB")
@@ -63,11 +58,11 @@ def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int)
         if "creating" in line and "KV cache" in line:
             in_window = bool(re.search(r"creating\s+SWA", line))
         elif found := _STATES.search(line):
-            state_bytes += float(found[1]) * _MIB / int(found[2]) / (1 + int(found[3]))
+            state_bytes += float(found[1]) * 2**20 / int(found[2]) / (1 + int(found[3]))
         elif found := _OTHER_STATES.search(line):
-            state_bytes += float(found[1]) * _MIB / n_sequences
+            state_bytes += float(found[1]) * 2**20 / n_sequences
         elif found := _CACHE.search(line):
-            each = float(found[1]) * _MIB / (int(found[2]) * int(found[4]))
+            each = float(found[1]) * 2**20 / (int(found[2]) * int(found[4]))
             if in_window:
                 window_token_bytes += each
             else:
@@ -78,13 +73,6 @@ def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int)
         window_token_bytes=window_token_bytes,
         state_bytes=round(state_bytes),
     )
-
-
-# --- memory estimate -------------------------------------------------------------------------------------------------
-
-
-_TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large file from a slow disk takes longer
-_MORE_S = 10  # for each further engine
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -157,7 +145,8 @@ def _footprint_path(config: EngineConfig) -> Path | None:
 
 def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
     """The answer of the child process."""
-    seconds = _TIMEOUT_S + _MORE_S * (len(configs) - 1)
+    # the default model takes 0.3 s; the header of a large file on a slow disk takes longer
+    seconds = 60 + 10 * (len(configs) - 1)
     try:
         command = child_command("cppbatch.sizing.estimate_child")
         done = run(command, stdin=msgspec.json.encode(configs), seconds=seconds)

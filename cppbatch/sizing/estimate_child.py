@@ -17,6 +17,7 @@ import psutil
 from msgspec.structs import replace
 
 from cppbatch.config import MEDIA_SETTINGS, PLACEMENT, EngineConfig
+from cppbatch.engine.kv.layout import CELL_STEP
 from cppbatch.engine.runtime import (
     load_model,
     make_context,
@@ -41,17 +42,15 @@ from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, HeadContext, Model, RpcConnections
 from cppbatch.llama.backend_sampling import device_sampling
+from cppbatch.models.draft_files import DraftFile
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
-from cppbatch.models.inspect import DraftFile
 from cppbatch.rpc_endpoint import parse_endpoint
 from cppbatch.sizing.buffers import MAPPED, Buffer, Owner, read_buffers, weight_buffers
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, read_sequence_memory
 
 _MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50 bytes each
 _MAX_REAL_STATE_BYTES = 256 << 20  # recurrent states are allocated for real too
-_FLOAT_BYTES = 4
-_CELL_STEP = 256  # llama.cpp's, of a sequence
 _IN_ATTENTION = re.compile(r"\.attn_(v_b|sinks)\.")
 _NO_FLASH = re.compile(r"Flash Attention not supported, set to disabled")
 
@@ -226,7 +225,7 @@ class _SimulatedModel:
         graph has put it. It is what they need beyond a context that computes no scores of whole rows of cells.
         """
         n_streams = 1 if config.kv_layout == "unified" else config.n_parallel
-        cells = min(config.n_ctx, max(config.n_ubatch, config.n_parallel, _CELL_STEP * n_streams))
+        cells = min(config.n_ctx, max(config.n_ubatch, config.n_parallel, CELL_STEP * n_streams))
         without = replace(config, n_ctx=cells, flash_attn="on")
         with self._sampling(without), Backend.get().lines() as lines, make_context(without, self.model):
             needed = {each.buffer_type: each.n_bytes for each in read_buffers(lines) if each.kind == "compute"}
@@ -268,7 +267,7 @@ def _projector(config: EngineConfig, model: Model) -> list[Buffer]:
     encoding = [buffer for buffer in read_buffers(lines) if buffer.kind == "encoding"]
     place = next((buffer.buffer_type for buffer in encoding if buffer.buffer_type != "CPU"), "CPU")
     n_bytes = sum(tensor.n_bytes for tensor in read_header(Path(config.mmproj)).tensors)
-    of_steps = Buffer("vectors", "CPU", config.n_batch * model.n_embd_inp * _FLOAT_BYTES)
+    of_steps = Buffer("vectors", "CPU", config.n_batch * model.n_embd_inp * 4)
     return [Buffer("projector", place, n_bytes), *encoding, of_steps]
 
 
@@ -284,7 +283,7 @@ def _of(buffers: list[Buffer], owner: Owner) -> list[Buffer]:
 def _more_logits(reader: HeadContext) -> Buffer:
     """The rows of logits for which llama.cpp reserves no memory yet."""
     n = max(0, reader.n_logits - reader.n_seq_max)
-    return Buffer("output", "CPU", n * reader.model.vocab.n_tokens * _FLOAT_BYTES)
+    return Buffer("output", "CPU", n * reader.model.vocab.n_tokens * 4)
 
 
 def _hidden_rows(config: EngineConfig, head: HeadContext) -> Iterator[Buffer]:
@@ -293,7 +292,7 @@ def _hidden_rows(config: EngineConfig, head: HeadContext) -> Iterator[Buffer]:
     n_rows = (
         config.n_ubatch + config.n_batch + head.n_batch + config.n_parallel * most_rows(config.n_parallel, head.n_row)
     )
-    yield Buffer("hidden", "CPU", n_rows * head.n_row * _FLOAT_BYTES)
+    yield Buffer("hidden", "CPU", n_rows * head.n_row * 4)
 
 
 def _scale(buffer: Buffer, factor: float) -> Buffer:
@@ -302,9 +301,9 @@ def _scale(buffer: Buffer, factor: float) -> Buffer:
 
 def _output_rows(config: EngineConfig, model: Model, context: Context) -> Iterator[Buffer]:
     """Yields buffers allocated in the first steps: llama.cpp's rows of logits, and the engine's copies."""
-    row = model.vocab.n_tokens * _FLOAT_BYTES
+    row = model.vocab.n_tokens * 4
     if context.is_pooled:  # llama.cpp computes logits of every token
-        yield Buffer("output", "CPU", (context.n_batch - context.n_seq_max) * (row + model.n_embd * _FLOAT_BYTES))
+        yield Buffer("output", "CPU", (context.n_batch - context.n_seq_max) * (row + model.n_embd * 4))
         return
     on_device = model.on_gpu and config.sampling != "host"
     if on_device:  # candidates, logits and probabilities: a row each

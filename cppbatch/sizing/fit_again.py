@@ -17,17 +17,15 @@ from cppbatch.errors import EstimateFailed, OutOfMemory
 from cppbatch.sizing.demand import MARGIN, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import PLACED, placements
-from cppbatch.sizing.sizes import SIZES, memory_shortage
+from cppbatch.sizing.memory_check import memory_shortage
+from cppbatch.sizing.placement import LEAST_CELLS_EACH, PLACED, placements
+from cppbatch.sizing.sizes import SIZES
 
 if TYPE_CHECKING:
     from cppbatch.cluster.engines.supervisor import Refit
 
 log = logging.getLogger("cppbatch.memory")
 
-_CELLS_EACH = 512  # of a sequence: first fewer cells, then fewer sequences
-_LEAST_CELLS = 512
-_MOST_MARGIN = 0.4
 _PLACES = ("n_gpu_layers", "override_tensor", *CPU_PARTS)
 
 
@@ -44,7 +42,7 @@ def fit_again(asked: EngineConfig, failed: EngineConfig, n_failures: int) -> Eng
     and layers are changed too, but layers that are all on the CPU stay there. Raises `OutOfMemory`, with what the
     smallest sizes lack, if nothing fits.
     """
-    margin = min(_MOST_MARGIN, MARGIN * n_failures)
+    margin = min(0.4, MARGIN * n_failures)
     sizes = smaller_sizes(failed.n_parallel, failed.n_ctx)
     smaller = [replace(failed, n_parallel=n, n_ctx=cells) for n, cells in sizes]
     is_moved = any(getattr(asked, name) != getattr(failed, name) for name in _PLACES)
@@ -84,9 +82,9 @@ def _automatic_places(asked: EngineConfig) -> dict[str, Any]:
 def smaller_sizes(n_parallel: int, n_ctx: int) -> list[tuple[int, int]]:
     """Sequences and cells, largest first: half of the cells while each sequence has 512, then half of both."""
     sizes = []
-    while n_ctx > _LEAST_CELLS or n_parallel > 1:
-        if n_ctx // 2 < n_parallel * _CELLS_EACH:
+    while n_ctx > LEAST_CELLS_EACH or n_parallel > 1:
+        if n_ctx // 2 < n_parallel * LEAST_CELLS_EACH:
             n_parallel = max(1, n_parallel // 2)
-        n_ctx = max(min(n_ctx, _LEAST_CELLS), n_ctx // 2)
+        n_ctx = max(min(n_ctx, LEAST_CELLS_EACH), n_ctx // 2)
         sizes.append((n_parallel, n_ctx))
     return sizes

@@ -37,15 +37,12 @@ PLACED = (
 """The settings that a placement chooses, besides the sizes."""
 LEAST_CELLS = 4096
 """Cells of a model that its devices cannot hold, unless -c or -fitc is given; as with llama-server."""
-_CELLS_EACH = 1024
-_LARGE_UBATCH = 2048  # reads weights on the CPU once for that many prompt tokens
+CELLS_EACH, LEAST_CELLS_EACH = 1024, 512
+"""Cells of a sequence: usually enough for a prompt and its answer; fewer than the second number are of little use."""
 _OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the CPU that are copied to it (`op_offload`)
-_TYPES = 2  # of weights whose kernels are timed, those of most bytes
-_CLEARLY = 1.3
+_FASTER_DEVICE = 1.3
 """Devices that are this much faster than others are filled first."""
-_BALANCED = 0.8  # of the best speed of one sequence, which `balanced` keeps
 _NO_TENSOR = "^$=CPU"  # an override that matches no tensor, and still counts as one
-_NEAR = 0.02  # of the best speed, within which more sequences are better
 _UNKNOWN = {
     CPU: DeviceTimes({"Q8_0": {1: 0.03, 16: 0.2, 512: 6.0}}, 0.0, 0.0),
     "": DeviceTimes({"Q8_0": {1: 0.004, 16: 0.005, 512: 0.05}}, 0.05, 0.1),
@@ -53,6 +50,7 @@ _UNKNOWN = {
 """A desktop's CPU and GPU, if theirs cannot be timed."""
 
 Engines = Callable[[EngineConfig], list[EngineConfig]]
+"""Returns the settings of every engine that will run, one per worker."""
 
 
 class Speeds(NamedTuple):
@@ -74,7 +72,8 @@ def scores(among: Sequence[Speeds], prefer: Preference) -> list[float]:
     full = [1 / (1 / each.full + 1 / each.prompt) for each in among]
     if prefer == "latency":
         return alone
-    least = _BALANCED * max(alone, default=0.0) if prefer == "balanced" else 0.0
+    # `balanced` keeps 80% of the best speed of one sequence
+    least = 0.8 * max(alone, default=0.0) if prefer == "balanced" else 0.0
     return [both if one >= least else one / 1e6 for one, both in zip(alone, full, strict=True)]
 
 
@@ -184,7 +183,8 @@ def ranked(
 def _in_order(found: Sequence[Placement], prefer: Preference) -> list[Placement]:
     """The best first; of those that are about as good, more sequences first."""
     scored = list(zip(scores([each.speeds for each in found], prefer), found, strict=True))
-    near = max((score for score, _ in scored), default=0.0) * (1 - _NEAR)
+    # within 2% of the best speed, more sequences are better
+    near = max((score for score, _ in scored), default=0.0) * 0.98
     scored.sort(key=lambda each: (each[0] >= near and each[1].config.n_parallel, each[0]), reverse=True)
     return [each for _, each in scored]
 
@@ -197,11 +197,12 @@ def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[En
         cells = (
             config.n_ctx
             if is_given
-            else max(config.fit_ctx, min(most, max(LEAST_CELLS, _CELLS_EACH * config.n_parallel)))
+            else max(config.fit_ctx, min(most, max(LEAST_CELLS, CELLS_EACH * config.n_parallel)))
         )
         yield replace(config, n_ctx=cells)
         if "n_ubatch" not in decided and config.op_offload and config.n_ubatch < config.n_batch:
-            yield replace(config, n_ctx=cells, n_ubatch=min(_LARGE_UBATCH, config.n_batch))
+            # weights on the CPU are read once for 2048 prompt tokens
+            yield replace(config, n_ctx=cells, n_ubatch=min(2048, config.n_batch))
 
 
 def _without_copies(config: EngineConfig, devices: Sequence[Device]) -> EngineConfig:
@@ -314,7 +315,7 @@ def _read_model(path: Path) -> _Model:
     total: Counter[str] = Counter()
     for part in (*rest, *ffn, output):
         total.update(part.weights)
-    main_types = [kind for kind, _ in total.most_common(_TYPES)]
+    main_types = [kind for kind, _ in total.most_common(2)]  # types whose kernels are timed
     return _Model(rest, ffn, output, bool(experts), experts or 1, used or 1, main_types)
 
 
@@ -360,7 +361,7 @@ class _Search:
         """The GPUs of this machine, then RPC workers; clearly faster ones first."""
         kind = self._model.main_types[0]
         ms = {each.name: self._product_ms(each.name, kind, 1) for each in devices}
-        level = {name: round(math.log(each, _CLEARLY)) for name, each in ms.items()}
+        level = {name: round(math.log(each, _FASTER_DEVICE)) for name, each in ms.items()}
         return sorted(devices, key=lambda each: (not _is_gpu(each), level[each.name]))
 
     def best(self, config: EngineConfig, whole: Footprint) -> Iterator[Placement]:
@@ -382,7 +383,8 @@ class _Search:
             if not filled or filled[0][0] in found:
                 continue
             found.add(filled[0][0])
-            more = way[: len(way) - len(filled)][-_MORE:] if len(self._devices) == 1 else []
+            # two placements with more on the device than calculated are tried
+            more = way[: len(way) - len(filled)][-2:] if len(self._devices) == 1 else []
             smaller = [*((place, {}) for place in more), *filled[:1], *filled]  # the first one again, without copies
             yield Placement(
                 self._settings(config, *filled[0]),
@@ -504,9 +506,6 @@ class _Search:
         """Reading cells, at the speed at which weights are read."""
         kind = self._model.main_types[0]
         return self._product_ms(where, kind, 1) * n_bytes / 1e6 / self._bytes[kind]
-
-
-_MORE = 2  # placements with more on the device than calculated that are tried
 
 
 def _weight_bytes(kind: str) -> float:

@@ -22,7 +22,7 @@ from cppbatch.config import KvLayout
 from cppbatch.engine.runtime import load_model, make_context, open_runtime
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Batch, Model
-from cppbatch.models.inspect import TARGETS
+from cppbatch.models.draft_files import TARGETS
 from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.estimate import estimate_memory
 from tests.archs.rollback_schedules import run_schedule

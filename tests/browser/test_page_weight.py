@@ -103,7 +103,7 @@ def test_the_page_is_usable_within_200_ms(
     """From the start of the navigation, with an empty cache, until the first tab accepts input.
 
     Loading one small image in the same way calibrates for slow machines: the page may take 4 times as long. The
-    lower quartile of 9 loads of each, in turns: other programs only make one longer.
+    lower quartile of 9 loads of each, alternately: other programs only make one longer.
     """
     errors.allow("favicon.ico")  # which Chromium requests besides the image
     times, picture_times = [], []

@@ -36,7 +36,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         return msgspec.structs.replace(load_runtime(config, progress), proposers=[Replay()])
 
     monkeypatch.setattr(core_module, "load_runtime", load)
-    monkeypatch.setattr(speculator, "_VAIN", 1 << 40)
+    monkeypatch.setattr(speculator, "_VAIN_STEPS", 1 << 40)
 
 
 @pytest.fixture

@@ -61,8 +61,8 @@ def eager() -> Iterator[None]:
         for proposer in (HeadProposer, ChainProposer):
             patch.setattr(proposer, "seconds", lambda proposer, n, k: 0.0)
         patch.setattr(HeadProposer, "_is_worth_another", lambda proposer, n_expected, n_sequences: True)
-        patch.setattr(speculator, "_WORTH", 0.0)
-        patch.setattr(draft_model, "_LEAST_PROBABLE", 0.0)
+        patch.setattr(speculator, "_MIN_GAIN", 0.0)
+        patch.setattr(draft_model, "_MIN_PROBABILITY", 0.0)
         yield
 
 
@@ -283,7 +283,7 @@ def test_functions_missing_in_the_library_are_one_line_in_the_log(
 
 
 def test_an_unsupported_architecture_is_named(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cppbatch.models.inspect.USABLE_HEADS", frozenset())
+    monkeypatch.setattr("cppbatch.models.draft_files.USABLE_HEADS", frozenset())
     with pytest.raises(ModelError, match=r"unsupported architecture \(hy_v3\)"):
         runtimes.uses_head(EngineConfig(str(models["right"]), spec="mtp"))
     assert not runtimes.uses_head(EngineConfig(str(models["right"])))

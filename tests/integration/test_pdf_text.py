@@ -48,7 +48,7 @@ def test_a_stream_that_unpacks_to_thousands_of_times_its_size_is_refused() -> No
 
 
 def test_a_file_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf_text, "_SECONDS", 0.001)
+    monkeypatch.setattr(pdf_text, "_TIMEOUT_S", 0.001)
     assert refusal(pdf(["text"])) == "takes longer than 0.001 seconds to read; split it"
 
 

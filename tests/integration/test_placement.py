@@ -27,7 +27,8 @@ from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.device_times import CPU
 from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
-from cppbatch.sizing.sizes import LoadedSizes, candidates_for, check_planned, first_ample, first_beside
+from cppbatch.sizing.memory_check import check_planned, first_ample
+from cppbatch.sizing.sizes import LoadedSizes, candidates_for, first_beside
 from tests.support import tiny_models, tiny_projectors
 from tests.support.media_files import image
 from tests.support.native_engines import PROMPTS

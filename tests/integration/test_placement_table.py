@@ -19,7 +19,7 @@ from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.buffers import Buffer, read_engine_buffers
 from cppbatch.sizing.demand import HOST, location, memory_demands
 from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
-from cppbatch.sizing.sizes import check_planned, first_ample
+from cppbatch.sizing.memory_check import check_planned, first_ample
 from tests.support import tiny_models
 from tests.support.native_engines import PROMPTS
 from tests.support.rpc_workers import RpcWorker

@@ -35,7 +35,8 @@ from cppbatch.llama import (
     Model,
     library,
 )
-from cppbatch.models.inspect import TARGETS, inspect_model, read_draft_file
+from cppbatch.models.draft_files import TARGETS, read_draft_file
+from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import LlamaShape, byte_vocab
 from cppbatch.sizing.buffers import read_engine_buffers
 from cppbatch.sizing.estimate import estimate_memory
@@ -118,8 +119,8 @@ def eager() -> Iterator[None]:
         patch.setattr(StepCost, "rows_s", lambda cost, groups: 0.01)
         patch.setattr(RowProposer, "seconds", lambda proposer, n, k: 0.0)
         patch.setattr(RowProposer, "_is_worth_another", lambda proposer, n_expected, n_sequences: True)
-        patch.setattr(speculator, "_WORTH", 0.0)
-        patch.setattr(draft_model, "_LEAST_PROBABLE", 0.0)
+        patch.setattr(speculator, "_MIN_GAIN", 0.0)
+        patch.setattr(draft_model, "_MIN_PROBABILITY", 0.0)
         yield
 
 

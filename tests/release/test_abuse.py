@@ -163,7 +163,7 @@ async def test_a_body_of_1_gb(server: ServerProcess, within: float, declared: bo
 
 
 async def test_bodies_in_chunks_of_one_byte(server: ServerProcess, within: float) -> None:
-    """Each is refused after some thousand chunks, and parsed in turns with other requests until then."""
+    """Each is refused after some thousand chunks, and parsed alternately with other requests until then."""
 
     async def one() -> bytes:
         reader, writer = await asyncio.open_connection(*address(server))

@@ -18,8 +18,8 @@ from cppbatch import EngineConfig, GenerationRequest, SamplingParams
 from cppbatch.cluster import rules
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
-from cppbatch.sizing import sizes
-from cppbatch.sizing.sizes import memory_shortage
+from cppbatch.sizing import memory_check
+from cppbatch.sizing.memory_check import memory_shortage
 from tests.support import tiny_models
 from tests.support.batch_files import wait_until
 from tests.support.listening import until
@@ -120,7 +120,7 @@ async def test_a_draining_worker_that_is_killed_finishes_its_streams(group: Auto
 async def test_a_worker_that_memory_forbids_is_not_started(
     group: AutoscaledGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sizes, "free_host_memory", lambda: 5 << 20)
+    monkeypatch.setattr(memory_check, "free_host_memory", lambda: 5 << 20)
     end = asyncio.Event()
     burst = asyncio.create_task(clients(group, 40, end))
     await until(lambda: group.scaling().held_back is not None)

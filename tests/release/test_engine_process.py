@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.cluster import link
+from cppbatch.cluster import link, sockets
 from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.in_flight import InFlightRequest
 from cppbatch.cluster.engines.process import EngineProcess
@@ -441,8 +441,8 @@ async def test_a_worker_that_breaks_the_protocol_is_replaced(tiny_llama: Path) -
 
 
 def test_short_paths_are_for_files_and_long_ones_are_not() -> None:
-    assert link.can_use_files(Path("/tmp/x"))
-    assert not link.can_use_files(Path("/" + "x" * 200))
+    assert sockets.can_use_files(Path("/tmp/x"))
+    assert not sockets.can_use_files(Path("/" + "x" * 200))
 
 
 # --- the server's process ---------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.jobs.input.format import InputFormat, RequestBuilder
+from cppbatch.jobs.input.format import InputFormat
 from cppbatch.jobs.input.lines import parse_json_line
+from cppbatch.jobs.input.request_builder import RequestBuilder
 from cppbatch.jobs.job_request import JobRequest
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.app import create_app

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError
-from cppbatch.sizing import sizes as memory_check
+from cppbatch.sizing import memory_check
 from tests.support.server_process import ServerProcess
 
 

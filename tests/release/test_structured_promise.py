@@ -114,7 +114,7 @@ def without_schemas(requests: Requests, results: list[Completion]) -> Requests:
 def test_a_constrained_batch_is_nine_tenths_as_fast_as_the_same_without_its_schemas(default_model: Path) -> None:
     n_finished, ratios, n_tokens, seconds = 0, [], 0, [0.0, 0.0]
     with open_engine(default_model) as engine:
-        for part in range(5):  # in turns, because other programs may disturb the machine
+        for part in range(5):  # alternately, because other programs may disturb the machine
             requests = mixed(constrained(2, first_seed=2 * part), free(8, max_tokens=160, first_seed=8 * part))
             constrained_s, results = run(engine, requests)
             unconstrained_s, others = run(engine, without_schemas(requests, results))

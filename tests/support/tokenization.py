@@ -15,7 +15,7 @@ SPECIAL_TEXTS = st.lists(st.sampled_from(_SNIPPETS), max_size=60).map("".join)
 def assert_parts_give_the_whole(vocab: Vocab, text: str) -> None:
     whole = [vocab._tokenize(text, True, parse).tolist() for parse in (True, False)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_splitting, "_MIN_PART", 8)
+        patch.setattr(text_splitting, "_MIN_PART_CHARACTERS", 8)
         parts = [vocab.tokenize(text, parse_special=parse).tolist() for parse in (True, False)]
     if whole[0][:2] == [vocab.bos] * 2 and vocab.adds_bos:
         whole[0] = whole[0][1:]

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from cppbatch import EngineConfig, EngineProcess, FinishReason, GenerationRequest, SamplingParams
-from cppbatch.cli.engine_options import deployment_options
+from cppbatch.cli.deployment_options import deployment_options
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import autoscaled, supervisor
 from cppbatch.cluster.engines.autoscaled import AutoscaledGroup, _follow_load

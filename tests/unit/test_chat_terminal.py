@@ -8,7 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from cppbatch.cli.chat.terminal import ANSWER_STYLES, TerminalView, printable
+from cppbatch.cli.chat.answer_view import TerminalView
+from cppbatch.cli.chat.terminal import ANSWER_STYLES, printable
 
 ANSWER = (
     "# Title\n\nSome *text*\nof two lines.\n\n1. one\n2. two\n\n```python\nprint('a')\n\nprint('b')\n```\n\nThe end."

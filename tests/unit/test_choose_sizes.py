@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
-from cppbatch.sizing import sizes as memory_check
+from cppbatch.sizing import memory_check
 from cppbatch.sizing.buffers import MAPPED, Buffer
 from cppbatch.sizing.demand import MARGIN, memory_demands
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
-from cppbatch.sizing.sizes import check_planned, first_ample, size_candidates
+from cppbatch.sizing.memory_check import check_planned, first_ample
+from cppbatch.sizing.sizes import size_candidates
 
 GIB, MIB = 2**30, 2**20
 CONFIG = EngineConfig("model.gguf")

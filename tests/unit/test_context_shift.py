@@ -35,7 +35,7 @@ LONG = 60
 @pytest.fixture(autouse=True)
 def small_prefixes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
+        patch.setattr(prefix_cache, "_WORTH_WAITING_TOKENS", 3)
         patch.setattr(prefix_cache, "_COST_OF_SHARING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
         patch.setattr(pool, "_MIN_CACHED", 2)

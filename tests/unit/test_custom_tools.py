@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from cppbatch.chat.lark_grammar import UnsupportedGrammar, escape_lark
+from cppbatch.chat.escaped_lark import UnsupportedGrammar, escape_lark
 from cppbatch.chat.output_parser import ArgumentsDelta, AssistantMessage, ToolCallStart
 from cppbatch.errors import InvalidRequest
 from tests.support.chat_families import PING, TEMPLATES, pieces, turn

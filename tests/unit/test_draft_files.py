@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cppbatch.errors import ModelError
+from cppbatch.models.draft_files import DraftFile, describe_draft, read_draft_file, row_kind
 from cppbatch.models.file_header import read_integers
-from cppbatch.models.inspect import DraftFile, describe_draft, read_draft_file, row_kind
 
 N_VOCAB = 10
 TARGET = {"embedding_length": 8, "block_count": 6}

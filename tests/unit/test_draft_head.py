@@ -62,7 +62,7 @@ def cells_of(its: BatchInferenceEngine) -> DraftCells:
 def eager() -> Iterator[None]:
     """The head is asked whether that pays or not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "_WORTH", 0.0)
+        patch.setattr(speculator, "_MIN_GAIN", 0.0)
         yield
 
 

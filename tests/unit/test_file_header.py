@@ -18,8 +18,9 @@ from cppbatch.errors import ModelError
 from cppbatch.models import file_header
 from cppbatch.models.attention_times import attention_shape
 from cppbatch.models.check import check_model
+from cppbatch.models.draft_files import describe_draft, draft_heads
 from cppbatch.models.file_header import WEIGHT_TYPES, TensorInfo, read_header
-from cppbatch.models.inspect import describe_draft, draft_heads, inspect_model
+from cppbatch.models.inspect import inspect_model
 from cppbatch.models.requantize import read_matrices
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from tests.support import tiny_models

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cppbatch.models.draft_files import DraftHeads, heads_in
 from cppbatch.models.file_header import FileHeader, TensorInfo
-from cppbatch.models.inspect import DraftHeads, heads_in
 
 
 def header(architecture: str, *names: str, n: Any = 1, **more: Any) -> FileHeader:

@@ -38,7 +38,7 @@ def walked(value: Any) -> JsonShape:
 @settings(max_examples=200, deadline=None)
 def test_json_shape_of_the_bytes_is_that_of_the_value(chunk: int, value: Any, ascii_only: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bounds, "_CHUNK", chunk)
+        patch.setattr(json_bounds, "_MEASURED_BYTES", chunk)
         assert json_shape(json.dumps(value, ensure_ascii=ascii_only).encode()) == walked(value)
 
 

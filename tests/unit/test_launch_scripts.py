@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from cppbatch.cli.engine_options import deployment_options, engine_options, given_settings
+from cppbatch.cli.deployment_options import deployment_options
+from cppbatch.cli.engine_options import engine_options, given_settings
 from cppbatch.cli.llama_server_flags import LlamaServerCommand, refused_flags, unneeded_flags
 from cppbatch.cli.model_sources import Catalog, ModelSources, model_source_options
 from cppbatch.cli.serve_command import serve

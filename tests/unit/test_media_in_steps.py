@@ -17,7 +17,7 @@ from cppbatch.engine.disk.slots import Footer, read_slot_file, write_slot_file
 from cppbatch.engine.kv import pool
 from cppbatch.engine.media import input
 from cppbatch.engine.request import ResumeState
-from cppbatch.engine.sampling.chain_sampling import recent_tokens
+from cppbatch.engine.sampling.logit_processing import recent_tokens
 from cppbatch.errors import RequestCancelled
 from tests.support.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
 from tests.support.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of

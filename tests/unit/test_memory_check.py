@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
-from cppbatch.sizing import sizes
+from cppbatch.sizing import memory_check
 from cppbatch.sizing.buffers import MAPPED, Buffer
 from cppbatch.sizing.demand import memory_demands
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.sizes import alternatives, check_memory, memory_shortage
+from cppbatch.sizing.memory_check import alternatives, check_memory, memory_shortage
 
 GIB = 2**30
 
@@ -37,8 +37,8 @@ def survey(configs: list[EngineConfig]) -> MemoryEstimate:
 
 @pytest.fixture
 def with_memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(sizes, "estimate_memory", survey)
-    monkeypatch.setattr(sizes, "free_host_memory", lambda: 9 * GIB)
+    monkeypatch.setattr(memory_check, "estimate_memory", survey)
+    monkeypatch.setattr(memory_check, "free_host_memory", lambda: 9 * GIB)
     return monkeypatch
 
 
@@ -60,7 +60,7 @@ def test_a_gpu_that_is_too_small_is_named_and_fewer_layers_on_it_are_offered(wit
     with pytest.raises(ConfigError, match=r"of CUDA0 .* 8\.00 GiB are free\. It would fit with -c 8192") as refused:
         check_memory(replace(CONFIG))
     assert "-ngl" not in str(refused.value)  # on the host there is not enough either
-    with_memory.setattr(sizes, "free_host_memory", lambda: 64 * GIB)
+    with_memory.setattr(memory_check, "free_host_memory", lambda: 64 * GIB)
     with pytest.raises(ConfigError, match="or with -ngl 7"):
         check_memory(CONFIG)
 
@@ -92,7 +92,7 @@ def test_a_failed_estimate_does_not_prevent_a_start(
     def fail(configs: list[EngineConfig]) -> MemoryEstimate:
         raise EstimateFailed("the process ended with code -6")
 
-    monkeypatch.setattr(sizes, "estimate_memory", fail)
+    monkeypatch.setattr(memory_check, "estimate_memory", fail)
     check_memory(CONFIG)
     assert "could not check whether the model fits into memory: the process ended with code -6" in caplog.text
     assert memory_shortage(CONFIG) is None
@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_opened_is_left_to_the_loading(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = MemoryEstimate([Footprint(error="it is damaged")], [])
-    monkeypatch.setattr(sizes, "estimate_memory", lambda configs: damaged)
+    monkeypatch.setattr(memory_check, "estimate_memory", lambda configs: damaged)
     check_memory(CONFIG)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -45,7 +45,7 @@ def test_a_percentile_is_the_smallest_value_that_is_enough(share: float) -> None
 
 def test_a_window_drops_values_after_a_minute_and_reports_the_time_it_covers() -> None:
     clock = Clock(now=1000)
-    window: Window[tuple[int]] = Window(100, clock)
+    window: Window[tuple[int]] = Window(clock, 100)
     for i in range(50):
         clock.now += 2
         window.add((i,))
@@ -59,12 +59,12 @@ def test_a_window_drops_values_after_a_minute_and_reports_the_time_it_covers() -
 
 def test_a_full_window_covers_a_shorter_time() -> None:
     clock = Clock(now=1000)
-    window: Window[tuple[int]] = Window(10, clock)
+    window: Window[tuple[int]] = Window(clock, 10)
     for i in range(50):
         clock.now += 1
         window.add((i,))
     assert (len(window.rows()), window.seconds) == (10, 9)
-    assert Window(10, clock).seconds == 0
+    assert Window(clock, 10).seconds == 0
 
 
 def test_an_engine_counts_each_step_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import FinishReason, InvalidRequest, SamplingParams
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.sampling.chain_sampling import apply_bans_and_biases, apply_penalties, recent_tokens
+from cppbatch.engine.sampling.logit_processing import apply_bans_and_biases, apply_penalties, recent_tokens
 from cppbatch.engine.sampling_plan import make_sampling_plan
 from cppbatch.engine.sequence import Seq
 from tests.support.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeVocab, fake_engine, greedy, mood, reference

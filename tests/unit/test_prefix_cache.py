@@ -11,7 +11,7 @@ from cppbatch import BatchInferenceEngine, FinishReason
 from cppbatch.engine import core as core_module
 from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.cached_prefix import CachedPrefix
-from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_SHARING, _WORTH_WAITING, PrefixCache
+from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_SHARING, _WORTH_WAITING_TOKENS, PrefixCache
 from cppbatch.engine.kv.save_cost import SaveCost
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.support.fakes import (
@@ -216,7 +216,7 @@ def test_new_prompts_that_arrive_together_compute_what_they_have_in_common_once(
 
 
 @ANY_KIND
-@pytest.mark.parametrize(("n", "waits"), [(_WORTH_WAITING, False), (_WORTH_WAITING + 1, True)])
+@pytest.mark.parametrize(("n", "waits"), [(_WORTH_WAITING_TOKENS, False), (_WORTH_WAITING_TOKENS + 1, True)])
 def test_only_a_long_prefix_is_worth_waiting_for(kind: str, n: int, waits: bool) -> None:
     engine = engine_of(kind, n_batch=128)
     for _ in range(2):

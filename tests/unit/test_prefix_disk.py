@@ -18,7 +18,8 @@ from cppbatch import BatchInferenceEngine, findings
 from cppbatch.config import EngineConfig, disk_folder
 from cppbatch.engine.disk import folder as prefix_folder
 from cppbatch.engine.disk import prefixes
-from cppbatch.engine.disk.folder import PrefixFolder, PrefixIndex, file_name
+from cppbatch.engine.disk.folder import PrefixFolder, file_name
+from cppbatch.engine.disk.prefix_index import PrefixIndex
 from cppbatch.engine.disk.slots import Footer, StateKey, weight_files
 from cppbatch.engine.engine import BatchInferenceEngine as Engine
 from cppbatch.engine.kv import pool

@@ -38,17 +38,17 @@ def small_scale() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_module, "perf_counter", CLOCK)
         patch.setattr(input_processor, "perf_counter", CLOCK)
-        patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
+        patch.setattr(prefix_cache, "_WORTH_WAITING_TOKENS", 3)
         patch.setattr(prefix_cache, "_COST_OF_SHARING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
         patch.setattr(pool, "_MIN_CACHED", 2)
         patch.setattr(step_shape, "_GAP_STEPS", 1)
         patch.setattr(step_shape, "_MAX_GAIN_STEPS", 1000)
-        patch.setattr(checkpoints, "_MIN_STEP", 1)
-        patch.setattr(checkpoints, "_NEAR", 1)
-        patch.setattr(checkpoints, "_HEADER", 3)
+        patch.setattr(checkpoints, "_MIN_STEP_TOKENS", 1)
+        patch.setattr(checkpoints, "_CLOSE_MARKERS_TOKENS", 1)
+        patch.setattr(checkpoints, "_HEADER_TOKENS", 3)
         patch.setattr(checkpoints, "_BEFORE_END", (1, 3, 6))
-        patch.setattr(checkpoints, "_EVERY", 5)
+        patch.setattr(checkpoints, "_UNMARKED_STEP_TOKENS", 5)
         yield
 
 
@@ -237,7 +237,7 @@ def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(**schedule: A
 def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     """Whether its drafts pay or not: it is asked in every step without prompts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "_WORTH", 0.0)
+        patch.setattr(speculator, "_MIN_GAIN", 0.0)
         run_and_check(**schedule, drafts="mtp")
 
 
@@ -245,7 +245,7 @@ def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_al
 @randomised(ring=25, nightly=60, soak=400, **ANY_SCHEDULE)
 def test_whenever_eagle3_or_dflash_is_asked_too(kind: str, **schedule: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "_WORTH", 0.0)
+        patch.setattr(speculator, "_MIN_GAIN", 0.0)
         run_and_check(**schedule, drafts=kind)
 
 

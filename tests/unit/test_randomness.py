@@ -47,7 +47,7 @@ def number(seed: int, position: int) -> int:
 
 
 def pairs(n: int = N, seed_step: int = 0, position_step: int = 0) -> tuple[UInt64, UInt64]:
-    """n seeds and positions as requests have them: small numbers, each seed with some hundred tokens."""
+    """n seeds and positions as requests have them: small numbers, each seed with a few hundred tokens."""
     seeds, positions = np.divmod(np.arange(n), 400)
     return (seeds + seed_step).astype(np.uint64), (positions + 1 + position_step).astype(np.uint64)
 

@@ -13,7 +13,7 @@ from cppbatch.cli.output import format_count
 from cppbatch.cli.plan_start import model_line, plan_start, sizes_line
 from cppbatch.config import EngineConfig
 from cppbatch.models.inspect import ModelFacts, inspect_model
-from cppbatch.sizing import sizes as memory_check
+from cppbatch.sizing import memory_check
 from cppbatch.sizing.buffers import MAPPED, Buffer
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
 from cppbatch.sizing.profile import TunedSettings, save_profile

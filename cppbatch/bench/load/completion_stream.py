@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-_MAX_ERROR_LENGTH = 300  # characters
-
 
 class RequestFailure(Exception):
     """A request failed. Reports count failures by `kind`."""
@@ -128,4 +126,4 @@ def error_text(body: bytes) -> str:
         text = str(error["message"] if isinstance(error, dict) else error)
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         text = body.decode(errors="replace")
-    return " ".join(text.split())[:_MAX_ERROR_LENGTH]
+    return " ".join(text.split())[:300]

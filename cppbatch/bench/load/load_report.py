@@ -18,7 +18,6 @@ from cppbatch.bench.report import Report, Spread, format_cell
 from cppbatch.sizing.machine import this_machine
 
 _BUSY = 0.5  # of a core, for the client
-_MERGED = 0.9  # chunks per token
 
 
 class LoadReport(Report, frozen=True, kw_only=True):
@@ -140,7 +139,8 @@ def server_notes(runs: Sequence[ServerRun]) -> Iterator[str]:
         yield f"{label}: {n} of {len(outcomes)} requests failed: {kind} ({first})"
     if any(not outcome.has_usage for outcome in done):
         yield f"{label} sends no usage, or one that is too low: each piece of text counts as a token"
-    elif sum(outcome.n_chunks for outcome in done) < _MERGED * sum(outcome.output_tokens for outcome in done):
+    # fewer than 0.9 chunks per token: a server joins tokens
+    elif sum(outcome.n_chunks for outcome in done) < 0.9 * sum(outcome.output_tokens for outcome in done):
         yield f"{label} sends several tokens in a piece of text: inter-token times are those between pieces"
     if server.unknown:
         yield f"{label} rejects {' and '.join(server.unknown)}: requests are sent without them"

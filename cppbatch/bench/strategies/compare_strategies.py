@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_WARM_UP = 4  # tokens of each request
-
 _COLUMNS = [
     Column("batch_size", "B"),
     Column("strategy", "strategy"),
@@ -180,9 +178,7 @@ def run_all(
                 config, max_wait_ms=window, runtime=shared, policy=schedulers[name], survives_failures=False
             )
             engines[name] = stack.enter_context(engine)
-        warm_up = [
-            replace(request, at=0.0, n_new=min(request.n_new, _WARM_UP)) for request in requests[: config.n_parallel]
-        ]
+        warm_up = [replace(request, at=0.0, n_new=min(request.n_new, 4)) for request in requests[: config.n_parallel]]
         run_workload(engines[compared.names[-1]], warm_up)
         runs_by_strategy: dict[str, list[WorkloadRun]] = {name: [] for name in engines}
         for _ in range(compared.repeats):
@@ -279,9 +275,6 @@ def _random_lengths(draw: np.random.Generator, lengths: Lengths, n: int) -> list
 # Runs a workload on an engine: adds each request at its arrival time and records its tokens and latencies.
 
 
-_POLL_S = 0.001  # between checks for arrivals and collected batches while no sequence is running
-
-
 class WorkloadRun(msgspec.Struct, frozen=True):
     """The result of a workload. Lists are in the order of the requests; times are in seconds from arrival."""
 
@@ -334,7 +327,7 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
                     first_token[i] = late[i] + event.usage.first_token_seconds
                     latency[i] = late[i] + event.usage.total_seconds
             if not events and not engine.core.scheduler.running:
-                sleep(_POLL_S)
+                sleep(0.001)
         seconds = perf_counter() - began
     after = engine.stats()
     rows, steps = after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps

@@ -17,10 +17,7 @@ from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import CppBatchError, ModelError
 
-_PROMPT = 32  # tokens of the decoding sequences
-_MIN_STEPS = 8
 _WARM_UP = 2  # unmeasured steps
-_ADAPT_S = 1.1  # until the engine has adapted its threads to other programs
 
 
 def main() -> None:
@@ -49,7 +46,8 @@ def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement
     if not task.seconds and task.prompt_tokens:
         return Measurement(prompt_tokens_per_s=prefill, kv_layout=engine.info.kv_layout)
     with ResourceUsage() as usage:
-        steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
+        # the decoding sequences have 32 tokens
+        steps = _decode_steps(engine, task.seconds, n_prompt=32 if task.seconds else 1)
     if not task.seconds:  # a single step is not a speed measurement
         return Measurement(steps=len(steps), kv_layout=engine.info.kv_layout)
     return Measurement(
@@ -82,14 +80,14 @@ def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -
     started: set[str] = set()
     while len(started) < n:  # until each has its first token
         started |= {event.request_id for event in engine.step()}
-    adapted = perf_counter() + _ADAPT_S
+    adapted = perf_counter() + 1.1  # until the engine has adapted its threads to other programs
     for i in range(max(_WARM_UP, max_tokens // 4) if seconds else 0):
         if i >= _WARM_UP and perf_counter() > adapted:
             break
         engine.step()
     steps: list[tuple[float, int]] = []
     end = perf_counter() + seconds
-    while len(steps) < (_MIN_STEPS if seconds else 1) or perf_counter() < end:
+    while len(steps) < (8 if seconds else 1) or perf_counter() < end:
         start = perf_counter()
         events = engine.step()
         steps.append((perf_counter() - start, sum(len(event.tokens) for event in events)))

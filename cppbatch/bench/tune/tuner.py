@@ -26,11 +26,8 @@ from cppbatch.sizing.sizes import candidates_for
 _SECONDS = 1.0  # of decoding per measurement
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
 _TIME_OVER = "the time limit (--max-minutes) was reached before all measurements were done"
-_PARALLEL = 16  # parallelism at which threads, layouts and flash attention are compared, if memory allows
 _BUSY = 0.3  # cores used by other programs from which the report has a note
-_MAX_REPEATS = 3  # of measurements that should be as fast as an earlier one
 _PROMPT = 1024  # length of the prompt with which -ub is chosen
-_PLACEMENTS = 4  # that are measured, of a model that its devices cannot hold
 _UBATCHES = (512, 256, 128, 1024)  # the default comes first; other values must be faster
 
 Measure = Callable[[MeasurementTask, float], Measurement]
@@ -116,7 +113,8 @@ class Tuner:
         self._place()
         most = self._most_parallel()
         sizes = self._sizes(most)
-        here = self._with_parallel(max((n for n in sizes if n <= min(_PARALLEL, most)), default=sizes[0]))
+        # threads, layouts and flash attention are compared with 16 sequences, if memory allows
+        here = self._with_parallel(max((n for n in sizes if n <= min(16, most)), default=sizes[0]))
         if "n_threads" not in self._given:
             best = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
             # The usual number is the engine's own default; it uses fewer threads while other programs are busy.
@@ -151,7 +149,8 @@ class Tuner:
             if all(each.will_fit for each in memory_demands(estimate, free_host_memory())):
                 return
             found = placements(candidates, lambda one: [one], estimate.devices, self._given)
-            tried = [(self._whole(each.config), each.config) for each in islice(found, _PLACEMENTS)]
+            # of a model that its devices cannot hold, 4 placements are measured
+            tried = [(self._whole(each.config), each.config) for each in islice(found, 4)]
         except EstimateFailed as error:
             self._notes.append(f"placements were not compared: {error}")
             return
@@ -282,7 +281,7 @@ class Tuner:
         That point has the same parallelism with another layout or number of threads, or was measured while other
         programs were idle.
         """
-        for _ in range(_MAX_REPEATS):
+        for _ in range(3):  # it should be as fast as an earlier one
             chosen = knee(curve, self._target_ms, self._measured)
             rivals = within(self._measured, self._target_ms)
             rival = max(rivals, key=lambda speed: speed.tokens_per_s, default=chosen)

@@ -14,7 +14,6 @@ from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _ASSISTANT = f"{_START}assistant"
-_MAX_HEADER_LENGTH = 256
 _RECIPIENT = re.compile(r"\bto=(functions\.)?([^\s<]+)")
 _NAME_OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -121,7 +120,7 @@ class _HarmonyParser:
 
     def _in_header(self) -> bool:
         header, marker, rest = self._header.split(self._unread)
-        if len(header) > _MAX_HEADER_LENGTH:
+        if len(header) > 256:
             self._step, self._emit = self._in_body, self._emit_text
             return True
         if marker is None:

@@ -263,10 +263,6 @@ def json_calls_grammar(lark: LarkGrammar, tools: ToolSchemas, *, key: str = "arg
     return lark.one_of(calls)
 
 
-# --- llama3 ----------------------------------------------------------------------------------------------------------
-# Llama 3.1 to 3.3: a JSON object instead of an answer.
-
-
 _TAG = "<|python_tag|>"
 _CALL = re.compile(r"\s*([\w\-]+)\.call\((.*)\)\s*", re.DOTALL)
 _ARGUMENT = re.compile(r'\s*(\w+)\s*=\s*("(?:[^"\\]|\\.)*"\s*|[^,"\s][^,"]*)(?:,|$)', re.DOTALL)

@@ -8,7 +8,8 @@ import json
 import re
 from typing import Any
 
-from cppbatch.chat.lark_grammar import LarkGrammar, input_grammar
+from cppbatch.chat.escaped_lark import input_grammar
+from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
 from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, MarkerFinder, dump_json, parse_json
 from cppbatch.chat.schema_types import UnsupportedSchema, object_members, standalone_schema

@@ -53,7 +53,7 @@ class ToolCallFormat:
         state: ReasoningState,
         dropped: tuple[str, ...] = (),
     ) -> OutputParser:
-        """Returns a parser of one completion of this prompt. `dropped`: as in `TaggedOutputParser`."""
+        """Returns a parser of one completion of this prompt. `dropped`: marks around the text that are left out."""
         return TaggedOutputParser(
             tools,
             start_markers=self.start_markers,

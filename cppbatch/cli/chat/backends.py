@@ -24,10 +24,6 @@ T = TypeVar("T")
 
 FULL = "the context is full: /clear starts a new conversation"
 """The start of every message about a full context."""
-_CONNECT_S = 10
-_ANSWER_S = 600  # without a byte
-_INTERRUPTIBLE_S = 0.2  # Windows does not interrupt a wait without a timeout
-_LINE_BYTES = 1 << 22  # of an event
 
 
 class AnswerPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,8 +212,8 @@ class ServerBackend:
     async def _open(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_ANSWER_S)
-        return aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=_LINE_BYTES)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
+        return aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=1 << 22)
 
     def _list_models(self) -> list[Json]:
         return self._wait(self._get_models())
@@ -272,7 +268,7 @@ def _next(events: queue.SimpleQueue[T]) -> T:
     """Waits for the next event. Raises `KeyboardInterrupt` immediately after Ctrl-C, also on Windows."""
     while True:
         with contextlib.suppress(queue.Empty):
-            return events.get(timeout=_INTERRUPTIBLE_S)
+            return events.get(timeout=0.2)  # Windows does not interrupt a wait without a timeout
 
 
 async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[AnswerPart]:

@@ -274,9 +274,6 @@ class _Answer:
         return " · ".join([*parts, "stopped"] if stopped else parts)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def write_messages(path: Path, messages: list[Json]) -> None:
     """Writes a conversation: as Markdown if the name ends in .md, otherwise as JSON. Raises `CppBatchError`."""
     is_markdown = path.suffix.lower() in (".md", ".markdown")

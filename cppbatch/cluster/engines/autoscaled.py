@@ -21,7 +21,6 @@ from cppbatch.errors import CppBatchError, EngineClosed
 
 log = logging.getLogger("cppbatch.scaling")
 
-_INTERVAL_S = 0.5
 
 StartWorker = Callable[[int], EngineProcess]
 """Starts the worker with this number, which starts loading the model."""
@@ -38,7 +37,7 @@ class AutoscaledGroup(EngineGroup):
     """
 
     def __init__(
-        self, start_worker: StartWorker, rule: ScalingRule, *, shortage: MemoryShortage, interval: float = _INTERVAL_S
+        self, start_worker: StartWorker, rule: ScalingRule, *, shortage: MemoryShortage, interval: float = 0.5
     ) -> None:
         """`interval`: seconds between two checks of the load."""
         super().__init__([start_worker(i) for i in range(rule.min_workers)])

@@ -29,21 +29,16 @@ log = logging.getLogger("cppbatch.cluster")
 
 Result = TypeVar("Result")
 
-_LOAD_TIMEOUT_S = 600  # without progress; the self-check of a new machine may take several minutes
 _MAX_FAILURES = 5  # consecutive deaths without a token in between, after which requests fail
 _MAX_EXTERNAL_KILLS = 20  # consecutive deaths with a (probably) external cause
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
-_STABLE_S = 60.0  # after this uptime, the next death counts as the first in a row
 _FAULTS = ("SIGSEGV", "SIGILL", "SIGBUS")
 _LOAD_ERRORS = (
     errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError, errors.OutOfMemory,
     errors.RpcUnreachable,
 )  # fmt: skip
-_MAX_REFITS = 4  # before the first worker has loaded the model
-_MAX_RPC_LOSSES = 2  # in steps, with no token in between
 _LEAST_IDLE_S = 0.1  # of `sleep_after`: requests that have arrived are sent meanwhile
 _RPC_PAUSE_S = 0.5  # between two checks whether an RPC worker is back
-_RPC_NOTICE_S = 0.5  # llama.cpp may abort before the loss of a worker is noticed here
 
 
 Refit = Callable[[EngineConfig, int], EngineConfig]
@@ -184,7 +179,8 @@ class Supervisor:
         """Changes the settings if they may be the cause. Returns what has happened, and the requests that may be the
         cause. Raises as `run`."""
         # An RPC worker whose device runs out in a step ends without a reason.
-        is_lost_again = self._rpc and death.external and death.active and self._external_kills >= _MAX_RPC_LOSSES
+        # lost twice in steps, with no token in between
+        is_lost_again = self._rpc and death.external and death.active and self._external_kills >= 2
         is_smaller, reason = await self._shrink() if death.ran_out or is_lost_again else (False, "")
         why = f"{death}{reason}"
         if is_smaller:
@@ -207,7 +203,8 @@ class Supervisor:
         worker = self._running = await WorkerHandle.start(self.config, self._runtime)
         is_ready = False
         try:
-            loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
+            # 600 s without progress: the self-check of a new machine may take several minutes
+            loaded = await self._while_alive(worker, watch, self._load(worker, watch), 600)
             if self.info is not None and not self.info.is_same_model(loaded.info):
                 raise ModelError(
                     f"{self.config.model_path} is now a different model ({loaded.info.description} instead of "
@@ -223,7 +220,7 @@ class Supervisor:
                 await self._while_alive(worker, watch, self._listen_until_idle(worker), self._step_timeout)
             finally:
                 self.worker = None
-                if time.monotonic() - ready_at > _STABLE_S:
+                if time.monotonic() - ready_at > 60.0:  # the next death is the first in a row
                     self._failures = self._external_kills = 0
             await self._stop(worker)
         except asyncio.CancelledError:
@@ -259,7 +256,8 @@ class Supervisor:
         except RpcWorkerLost as lost:
             raise WorkerDied(str(lost), worker.active, external=True) from None
         except WorkerDied as death:
-            if reason := await watch.lost(within=_RPC_NOTICE_S):
+            # llama.cpp may abort before the loss of an RPC worker is noticed here
+            if reason := await watch.lost(within=0.5):
                 raise WorkerDied(reason, death.active, external=True) from death
             raise
 
@@ -338,7 +336,8 @@ class Supervisor:
     async def _shrink(self) -> tuple[bool, str]:
         """After the memory has run out: gives the next worker smaller settings. Returns whether there are any, and a
         text for the log."""
-        if self._refit is None or (self.info is None and self._n_refits >= _MAX_REFITS):
+        # at most 4 times before the first worker has loaded the model
+        if self._refit is None or (self.info is None and self._n_refits >= 4):
             return False, ""
         self._n_refits += 1
         try:

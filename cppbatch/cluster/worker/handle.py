@@ -15,30 +15,19 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from cppbatch.cluster.link import (
-    LAST_WORDS,
-    FromWorker,
-    Hello,
-    ServerLink,
-    SharedStatus,
-    Stop,
-    ToWorker,
-    WorkerSetup,
-    can_use_files,
-)
+from cppbatch.cluster.link import LAST_WORDS, FromWorker, Hello, SharedStatus, Stop, ToWorker, WorkerSetup
+from cppbatch.cluster.sockets import ServerLink, can_use_files
 from cppbatch.cluster.worker.process import WorkerProcess, worker_process
 from cppbatch.config import EngineConfig
 from cppbatch.errors import says_out_of_memory, shorten
 
 Result = TypeVar("Result")
 
-_LAST_MESSAGES_S = 0.2  # wait for pending messages after a death
 _N_CHECKS = 20  # heartbeat checks within the timeout
 _STOP_S = 10.0  # to close the engine
 _MAX_PREPARATION_S = 60.0  # without progress: reading a grammar may take 10 s, and a busy machine needs longer
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
 """Signals that a worker never sends to itself. The kernel sends SIGKILL too (out of memory), and counts that."""
-_MAX_LAST_WORDS = 500
 _KERNEL_COUNTERS = Path("/proc/vmstat")
 
 
@@ -123,7 +112,7 @@ class WorkerHandle:
         try:
             await asyncio.wait([working, dying, hanging], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():  # messages sent before the death may still arrive
-                await asyncio.wait([working], timeout=_LAST_MESSAGES_S)
+                await asyncio.wait([working], timeout=0.2)  # its last messages may still arrive
             if working.done():
                 return working.result()
             raise dying.result() if dying.done() else hanging.result()
@@ -156,7 +145,7 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             lines = (self._folder / LAST_WORDS).read_text(errors="replace").splitlines()
             words = " ".join(" ".join(line.rpartition("llama.cpp/")[2] for line in lines).split())
-            return f": {shorten(words, _MAX_LAST_WORDS)}"
+            return f": {shorten(words, 500)}"
         return ""
 
     async def _wait_for_hang(self, timeout: float) -> WorkerDied:

@@ -47,10 +47,10 @@ from cppbatch.cluster.link import (
     ToWorker,
     Update,
     Updated,
-    WorkerLink,
     WorkerSetup,
     refusal,
 )
+from cppbatch.cluster.sockets import WorkerLink
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore

@@ -14,7 +14,6 @@ from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPro
 from cppbatch.engine.sequence import StepOutput
 
 _IDLE_S = 1.0  # between two heartbeats of an idle engine
-_MAX_PENDING_STEPS = 4  # steps with unsent events; beyond that, the next step waits
 
 Command = Callable[[EngineCore], object]
 
@@ -94,7 +93,8 @@ class OutputThread:
         self, on_events: Callable[[list[GenerationEvent]], None], on_error: Callable[[BaseException], None]
     ) -> None:
         self._on_events, self._on_error = on_events, on_error
-        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_PENDING_STEPS)
+        # at most 4 steps with unsent events: then the next step waits
+        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(4)
 
     def put(self, outputs: list[StepOutput]) -> None:
         """Queues the outputs of a step; waits while this thread is 4 steps behind."""

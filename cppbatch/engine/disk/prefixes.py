@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.disk.folder import DiskPrefix, PrefixFolder, PrefixIndex
+from cppbatch.engine.disk.folder import PrefixFolder
+from cppbatch.engine.disk.prefix_index import DiskPrefix, PrefixIndex
 from cppbatch.engine.disk.slots import Footer, StateKey
 from cppbatch.engine.kv.cached_prefix import CachedPrefix, Salt
 from cppbatch.engine.kv.prefix_tier import TierCounts, TierLimits
@@ -36,7 +37,7 @@ _MAX_SAVED_UP_S = 0.1  # maximum unused part of that time
 _IDLE_S = 0.1  # idle time after which writing does not count as concurrent with requests
 _MAX_CANDIDATES = 512
 _TOUCH_EVERY_S = 10.0
-_PAUSE_S = 60.0  # without writing, after a file could not be written
+_RETRY_WRITING_S = 60.0  # without writing, after a file could not be written
 
 
 class _Read:
@@ -82,7 +83,8 @@ class DiskPrefixes:
         min_tokens: int = _MIN_TOKENS,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer tokens are neither written nor read."""
+        """`token_s`: returns the current seconds per prompt token. `min_tokens`: prefixes that save fewer tokens are
+        neither written nor read."""
         self._limits = TierLimits()
         self._folder = folder
         self._files = key.files
@@ -338,9 +340,9 @@ class DiskPrefixes:
 
     def _pause(self, why: str) -> None:
         """Logs one line for a series of failures."""
-        self._paused_until = self._clock() + _PAUSE_S
+        self._paused_until = self._clock() + _RETRY_WRITING_S
         if not self._has_failed:
-            log.warning("cannot write cached prefixes to disk; retrying every %.0f s: %s", _PAUSE_S, why)
+            log.warning("cannot write cached prefixes to disk; retrying every %.0f s: %s", _RETRY_WRITING_S, why)
         self._has_failed = True
 
     def _charge(self, seconds: float) -> None:

@@ -176,11 +176,6 @@ def _words(data: npt.NDArray[np.uint8], at: int, n: int) -> npt.NDArray[np.int64
     return words
 
 
-# --- state key -------------------------------------------------------------------------------------------------------
-# What identifies a saved state besides its tokens: the model, its LoRA adapters and control vectors, cache types,
-# settings.
-
-
 AdapterDigests = tuple[tuple[str, float], ...]
 """The digests of the files of an `AdapterSet`, with their scales."""
 
@@ -247,10 +242,6 @@ class StateKey:
         """A short hash of the model, cache types and settings, for file names."""
         parts = (self.digest, self.cache_types, sorted(self.settings.items()))
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
-
-
-# --- slots -----------------------------------------------------------------------------------------------------------
-# Slots: a request may name one (`id_slot`), and its cached prefix can then be saved to a file.
 
 
 SlotActionName = Literal["save", "restore", "erase"]

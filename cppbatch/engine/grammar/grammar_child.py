@@ -20,7 +20,6 @@ _ADVICE = (
     "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
     "Its alternatives are not clearly exclusive; use anyOf",
 )
-_MAX_SECONDS = 12  # a little more than the timeout of the parent
 _MAX_MEMORY = 2 << 30  # bytes
 _TOKEN_IDS = re.compile(r"<\[\^?[\d,\- ]*\]>")
 _WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between parts of JSON: bounded, or a small model would never stop
@@ -45,7 +44,7 @@ def main() -> None:
     _limit_memory()
     tokenizer = bytes_tokenizer()
     for line in sys.stdin:
-        _set_alarm(_MAX_SECONDS)
+        _set_alarm(12)  # a little more than the parent's `TIMEOUT_S`
         answer = check(tokenizer, *json.loads(line))
         _set_alarm(0)
         print(json.dumps(answer), flush=True)

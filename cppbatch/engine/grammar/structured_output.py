@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_COMPILED = 64  # grammars
-_PLACE_S = 2.0  # how long parts of a schema are compiled alone to find the one that does not compile
-_THREADS = 4
 
 Row = npt.NDArray[np.float32]
 
@@ -99,7 +96,7 @@ class GrammarCompiler:
         with self._lock:
             self._slow.discard((field, text))
             self._compiled[field, text] = compiled
-            if len(self._compiled) > _MAX_COMPILED:
+            if len(self._compiled) > 64:
                 self._compiled.popitem(last=False)
         if isinstance(compiled, str):
             raise InvalidRequest(field, compiled)
@@ -136,7 +133,7 @@ class GrammarCompiler:
             missing = _MISSING.search(error) if isinstance(error, str) else None
             return not isinstance(error, str) or (missing is not None and find(schema, f"#{missing[1]}") is not None)
 
-        place, part, until = "#", schema, monotonic() + _PLACE_S
+        place, part, until = "#", schema, monotonic() + 2.0
         while True:
             for path, inner, _ in inner_schemas(part):
                 is_definition = isinstance(inner, dict) and len(inner) == 1 and find(schema, inner.get("$ref"))
@@ -326,7 +323,7 @@ class GrammarMasks:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor(min(_THREADS, available_threads()))
+            self._executor = LLExecutor(min(4, available_threads()))
         matchers = [(constraint.matcher, i) for i, (constraint, _) in enumerate(constrained)]
         self._executor.unsafe_compute_mask_ptr(matchers, self._bits.ctypes.data, self._words * 4, n)
         allowed = np.unpackbits(self._bits[:n].view(np.uint8), axis=1, count=self._n_vocab, bitorder="little")

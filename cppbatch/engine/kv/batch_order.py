@@ -9,9 +9,9 @@ from typing import TypeVar
 import numpy as np
 
 from cppbatch.engine.sequence import Seq
+from cppbatch.setting import INT32_MAX
 
-_LONG_PIECE = 128  # tokens: ggml's flash attention is faster with at least 64 tokens of a sequence
-_NEAR = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
+_NEAR_CELLS = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
 
 
 class PaddingRow:
@@ -34,7 +34,7 @@ class PaddingRow:
         return n if self.wants_logits else 0
 
 
-_ZEROS = np.broadcast_to(np.zeros((), np.int32), (2**31 - 1,))  # takes no memory
+_ZEROS = np.broadcast_to(np.zeros((), np.int32), (INT32_MAX,))  # takes no memory
 
 
 class PromptPart:
@@ -80,12 +80,13 @@ def in_batch_order(rows: list[Entry], prefill: list[Entry], *, gpu_ubatch: int =
     prefill.sort(key=_seq_id)
     if gpu_ubatch:
         prefill = [piece for run in _neighbours(prefill) for piece in _fewest_ubatches(run, gpu_ubatch)]
-    elif any(n >= _LONG_PIECE for _, n in prefill):
+    # ggml's flash attention is faster with at least 64 tokens of a sequence
+    elif any(n >= 128 for _, n in prefill):
         prefill.reverse()
     if not rows or not prefill:
         return rows + prefill
     following = rows[-1][0].seq_id + 1
-    most = max(entry.n_computed for entry, _ in rows) + _NEAR
+    most = max(entry.n_computed for entry, _ in rows) + _NEAR_CELLS
     first = [piece for piece in prefill if piece[0].seq_id == following and piece[0].n_computed > most]
     return first + rows + [piece for piece in prefill if piece not in first]
 

@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from cppbatch.engine.sequence import SavedState
 
-_NEAR = 8  # tokens: of markers closer together than this, the last one counts
-_MIN_STEP = 16  # tokens
-_HEADER = 64  # maximum tokens that a template adds after the last message
+_CLOSE_MARKERS_TOKENS = 8  # tokens: of markers closer together than this, the last one counts
+_MIN_STEP_TOKENS = 16  # tokens
+_HEADER_TOKENS = 64  # maximum tokens that a template adds after the last message
 _BEFORE_END = (4, 32, 256)  # tokens, in a prompt without messages
-_OLDER = 4  # n tokens before the end: a checkpoint every n / 4 tokens
-_EVERY = 512  # tokens between checkpoints in the absence of markers
+_DISTANCE_PER_STEP = 4  # n tokens before the end: a checkpoint every n / 4 tokens
+_UNMARKED_STEP_TOKENS = 512  # tokens between checkpoints in the absence of markers
 
 
 _PARTS = "ends"  # in the form of a state followed by the parts of checkpoints
@@ -84,7 +84,7 @@ class CheckpointPlaces:
         prompt. `min_step`: minimum tokens between two of them; 0: a small default."""
         self._markers = markers
         self._most = most
-        self.min_step = min_step or _MIN_STEP
+        self.min_step = min_step or _MIN_STEP_TOKENS
 
     def of_prompt(self, prompt: npt.NDArray[np.int32], start: int, min_step: int) -> list[int]:
         """Numbers of tokens after which to place checkpoints, ascending, above `start` and below the length.
@@ -93,11 +93,11 @@ class CheckpointPlaces:
         """
         n = len(prompt)
         messages = self._messages(prompt)
-        wanted = [n - before for before in _BEFORE_END] if not messages or messages[-1] < n - _HEADER else []
+        wanted = [n - before for before in _BEFORE_END] if not messages or messages[-1] < n - _HEADER_TOKENS else []
         chosen = list(_spread(sorted({*wanted, *messages}, reverse=True), n, start, min_step))
         if messages and chosen and messages[0] > start and chosen[-1] - messages[0] >= min_step:
             chosen.append(messages[0])  # after the common start of all conversations
-        return sorted({*chosen, *self._between(chosen, n, start, max(_EVERY, min_step))})[-self._most :]
+        return sorted({*chosen, *self._between(chosen, n, start, max(_UNMARKED_STEP_TOKENS, min_step))})[-self._most :]
 
     def _messages(self, prompt: npt.NDArray[np.int32]) -> list[int]:
         """Places where markers start, ascending; of those close together, the last one."""
@@ -105,7 +105,7 @@ class CheckpointPlaces:
         begins = np.flatnonzero(is_marker[1:] & ~is_marker[:-1]) + 1
         if not len(begins):
             return []
-        is_last = np.append(np.diff(begins) >= _NEAR, True)
+        is_last = np.append(np.diff(begins) >= _CLOSE_MARKERS_TOKENS, True)
         return [int(place) for place in begins[is_last]]
 
     @staticmethod
@@ -120,6 +120,6 @@ def _spread(places: list[int], n: int, start: int, min_step: int) -> Iterator[in
     """The first of `places` (descending), and others at growing distances."""
     last: int | None = None
     for place in places:
-        if start < place < n and (last is None or last - place >= max(min_step, (n - place) // _OLDER)):
+        if start < place < n and (last is None or last - place >= max(min_step, (n - place) // _DISTANCE_PER_STEP)):
             last = place
             yield place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cppbatch.config import FLOAT_CACHES, CacheType, EngineConfig, FlashAttention, KvLayout
 
-_CELL_STEP = 256  # llama.cpp rounds the cells of a stream up to a multiple of this
+CELL_STEP = 256  # llama.cpp rounds the cells of a stream up to a multiple of this
 
 
 def choose_layout(config: EngineConfig, *, n_ctx_train: int, has_kv_cells: bool) -> KvLayout:
@@ -29,17 +29,17 @@ def switches_layout(config: EngineConfig, *, has_kv_cells: bool) -> bool:
     `has_kv_cells`: whether the model's memory consists only of KV cells.
     """
     is_free = config.kv_layout == "auto" and not config.deterministic
-    return is_free and has_kv_cells and 1 < config.n_parallel <= config.n_ctx // _CELL_STEP
+    return is_free and has_kv_cells and 1 < config.n_parallel <= config.n_ctx // CELL_STEP
 
 
 def unified_cells(config: EngineConfig) -> int:
     """n_ctx of the unified layout, rounded as in llama.cpp."""
-    return -(-config.n_ctx // _CELL_STEP) * _CELL_STEP
+    return -(-config.n_ctx // CELL_STEP) * CELL_STEP
 
 
 def stream_cells(config: EngineConfig) -> int:
     """Cells per stream of an engine that switches: rounded down, so that it does not need more memory than unified."""
-    return config.n_ctx // config.n_parallel // _CELL_STEP * _CELL_STEP
+    return config.n_ctx // config.n_parallel // CELL_STEP * CELL_STEP
 
 
 def flash_attn_settings(config: EngineConfig) -> list[FlashAttention]:

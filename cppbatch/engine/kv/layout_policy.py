@@ -12,13 +12,13 @@ from cppbatch.engine.kv.radix_tree import Tokens, n_common
 from cppbatch.engine.sequence import Seq
 
 _LOOK_EVERY_S = 0.25
-_WEIGHT = 0.05  # of a sample in the mean: a load has two thirds of the weight after 20 samples, 5 busy seconds
+_SAMPLE_WEIGHT = 0.05  # of a sample in the mean: a load has two thirds of the weight after 20 samples, 5 busy seconds
 _SHARES_MUCH = 0.4  # repeated cells per foreign cell: above this mean, unified is faster
 _SHARES_LITTLE = 0.25  # ... and below this one, it is not
 _MIN_WAIT_S = 10.0  # between two voluntary switches
 _MAX_WAIT_S = 600.0
 _WAIT_FACTOR = 50.0  # ... and this many times as long as the switch took
-_ROOM = 0.75  # fraction of a stream: a sequence with more tokens is long
+_LONG_PART = 0.75  # fraction of a stream: a sequence with more tokens is long
 
 
 class LayoutSwitch(NamedTuple):
@@ -65,7 +65,7 @@ class LayoutPolicy:
             return None
         self._looked_at = now
         if running and self._n_cached is not None:
-            self._shared += _WEIGHT * (min(1.0, layout_cost_ratio(running, self._n_cached)) - self._shared)
+            self._shared += _SAMPLE_WEIGHT * (min(1.0, layout_cost_ratio(running, self._n_cached)) - self._shared)
         if not self._have_room(running):
             self._long_at = now
         if now - self._switched_at < self._wait_s:
@@ -87,7 +87,7 @@ class LayoutPolicy:
         self._switched_at = now
 
     def _have_room(self, sequences: Iterable[Seq]) -> bool:
-        return all(sequence.n_tokens <= _ROOM * self._stream_cells for sequence in sequences)
+        return all(sequence.n_tokens <= _LONG_PART * self._stream_cells for sequence in sequences)
 
 
 def layout_cost_ratio(sequences: Sequence[Seq], n_cached: int) -> float:

@@ -11,10 +11,12 @@ from cppbatch.engine.kv.radix_tree import RadixTree, Tokens
 from cppbatch.engine.kv.sharing import PrefixSharing
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
-_WORTH_WAITING = 24  # tokens: wait for a prefix being computed if it saves this many more than the best one now
+_WORTH_WAITING_TOKENS = 24  # tokens: wait for a prefix being computed if it saves this many more than the best one now
 _COST_OF_SHARING, _COST_OF_COPYING = 4, 16  # the time to share or copy a prefix, in computed tokens
 _NEVER_REUSED = 4  # factor on the age of an entry that has never been reused
-_MOST_IN_HOST = 4096  # prefixes and checkpoints in host memory: a lookup may iterate over all of them, in half a ms
+_MAX_HOST_PREFIXES = (
+    4096  # prefixes and checkpoints in host memory: a lookup may iterate over all of them, in half a ms
+)
 _COPIED_AT_ONCE = 100  # tokens copied in the time to compute one; measured: about 200
 
 
@@ -89,7 +91,7 @@ class PrefixCache:
             if isinstance(source, Seq) and n > max(coming, source.n_computed) and self._comes_first(source, sequence):
                 ahead, coming = source, n
         best_is_ahead = best is not None and best.source is ahead
-        if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
+        if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING_TOKENS):
             return best, self.tier is not None and self.tier.is_coming(sequence, best.n if best else 0)
         if not self.sharing.shares_prefixes:  # its prefill stops there, so that the prefix equals its computed tokens
             ahead.stop_at(coming)
@@ -263,7 +265,7 @@ class PrefixCache:
         """
         while (
             self.used_host_bytes + n_bytes > self.host_bytes
-            or len(self.in_host) + len(self.checkpoints) >= _MOST_IN_HOST
+            or len(self.in_host) + len(self.checkpoints) >= _MAX_HOST_PREFIXES
         ):
             held: list[CachedPrefix | Checkpoint] = [other for other in self.in_host if other.saved]
             victim = max([*held, *self.checkpoints], key=self._worthless, default=None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil
 
+from cppbatch.engine.step_cost import NEW_TIME_WEIGHT
+
 _NEGLIGIBLE_S = 0.002  # a save that hardly delays a step
-_RESTORE = 0.6  # the time to restore a state, as a fraction of that to save it
-_NEW = 0.3  # weight of a new measurement
-_TRY_EVERY = 32  # decisions against saving; then one save updates the measurement
+_RESTORE_TIME_RATIO = 0.6  # the time to restore a state, as a fraction of that to save it
+_TRY_EVERY_DECISIONS = 32  # decisions against saving; then one save updates the measurement
 
 
 class SaveCost:
@@ -28,9 +29,9 @@ class SaveCost:
     def is_worth(self, n: int, chance: float) -> bool:
         """Whether to save a state of `n` tokens that will be needed again with this probability."""
         save_s, token_s = self._save_s, self._token_s()
-        if not token_s or n * save_s < _NEGLIGIBLE_S or chance * (token_s - _RESTORE * save_s) > save_s:
+        if not token_s or n * save_s < _NEGLIGIBLE_S or chance * (token_s - _RESTORE_TIME_RATIO * save_s) > save_s:
             return True
-        self._declined = (self._declined + 1) % _TRY_EVERY
+        self._declined = (self._declined + 1) % _TRY_EVERY_DECISIONS
         return self._declined == 0
 
     def save_s(self, n: int) -> float:
@@ -39,7 +40,7 @@ class SaveCost:
 
     def round_trip_s(self, n: int) -> float:
         """Seconds to save and restore it."""
-        return (1 + _RESTORE) * self.save_s(n)
+        return (1 + _RESTORE_TIME_RATIO) * self.save_s(n)
 
     def tokens_for(self, share: float) -> int:
         """The number of tokens whose computation takes so long that saving one "token" takes this share of the time.
@@ -52,15 +53,7 @@ class SaveCost:
     def observe(self, n: int, seconds: float) -> None:
         """Learns from saving `n` tokens."""
         if n:
-            self._save_s += (_NEW if self._save_s else 1.0) * (seconds / n - self._save_s)
-
-
-# --- on disk ---------------------------------------------------------------------------------------------------------
-# Learns from reads and writes whether reading a prefix from this disk is faster than recomputing it.
-
-
-_FIRST_GUESS = 1e9  # bytes per second before any measurement: few server disks are slower
-_LATENCY_S = 0.005  # fixed time per read: a thread, the index, restoring the state
+            self._save_s += (NEW_TIME_WEIGHT if self._save_s else 1.0) * (seconds / n - self._save_s)
 
 
 class DiskCost:
@@ -78,7 +71,8 @@ class DiskCost:
 
     def read_s(self, n_bytes: int) -> float:
         """The time to read a file of this size."""
-        return _LATENCY_S + n_bytes / (self._read_rate or self._write_rate or _FIRST_GUESS)
+        # A thread, the index and restoring the state take 5 ms; few disks of servers read less than 1 GB/s.
+        return 0.005 + n_bytes / (self._read_rate or self._write_rate or 1e9)
 
     def is_worth(self, n_tokens: int, n_bytes: int) -> bool:
         """Whether reading a file of `n_bytes` is faster than computing the `n_tokens` that it saves.
@@ -88,15 +82,15 @@ class DiskCost:
         token_s = self._token_s()
         if not token_s or self.read_s(n_bytes) < n_tokens * token_s:
             return True
-        self._declined = (self._declined + 1) % _TRY_EVERY
+        self._declined = (self._declined + 1) % _TRY_EVERY_DECISIONS
         return self._declined == 0
 
     def observe_read(self, n_bytes: int, seconds: float) -> None:
         """Learns from a read."""
         rate = n_bytes / max(seconds, 1e-6)
-        self._read_rate += (_NEW if self._read_rate else 1.0) * (rate - self._read_rate)
+        self._read_rate += (NEW_TIME_WEIGHT if self._read_rate else 1.0) * (rate - self._read_rate)
 
     def observe_write(self, n_bytes: int, seconds: float) -> None:
         """Learns from a write, whose time is an upper bound for a read."""
         rate = n_bytes / max(seconds, 1e-6)
-        self._write_rate += (_NEW if self._write_rate else 1.0) * (rate - self._write_rate)
+        self._write_rate += (NEW_TIME_WEIGHT if self._write_rate else 1.0) * (rate - self._write_rate)

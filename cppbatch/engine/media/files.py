@@ -28,7 +28,7 @@ MAX_ASPECT = 100
 """Maximum aspect ratio of an image: encoders scale it, and a short side would vanish."""
 MAX_SOUND_S = 1800
 """Maximum seconds of audio: half an hour."""
-MAX_SAMPLES = 1800 * 48_000 * 4
+MAX_SAMPLES = MAX_SOUND_S * 48_000 * 4
 """Maximum samples over all channels of an audio file: half an hour of four channels, or of two at 96 kHz."""
 MAX_DECODE_S = 10.0
 """Maximum seconds of CPU time per file. An image of 300 KB can rewrite its pixels thousands of times."""
@@ -39,7 +39,6 @@ _MAX_CHANNELS = 32
 _SOUNDS = ("WAV", "WAVEX", "RF64", "MP3", "MPEG", "FLAC", "OGG")
 _STRIP_PIXELS = 1 << 18  # converted to RGB at once
 _BLOCK_SAMPLES = 1 << 18  # of all channels, decoded and resampled at once
-_READ_BYTES = 4096  # that Pillow decodes between two time checks
 _DECODERS: dict[Modality, tuple[str, ...]] = {"image": ("PIL",), "audio": ("soundfile", "soxr")}
 
 
@@ -71,7 +70,7 @@ def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
             warnings.simplefilter("ignore")  # about its own pixel limit, and about odd metadata
             with Image.open(_TimedFile(data), formats=_IMAGE_FORMATS) as file:
                 _check_size(*file.size)
-                file.decodermaxblock = _READ_BYTES
+                file.decodermaxblock = 4096  # bytes that Pillow decodes between two checks of the time
                 file.load()
                 return _upright(file)
     except InvalidRequest:

@@ -32,7 +32,7 @@ CACHE_BYTES = 256 << 20
 2 MiB."""
 HELD_BYTES = 512 << 20
 """Maximum vectors held by waiting and running sequences before another request with media is prepared."""
-_LOOK_S = 0.05  # interval at which a waiting request checks for cancellation
+_CANCELLED_CHECK_S = 0.05  # interval at which a waiting request checks for cancellation
 
 Vectors = npt.NDArray[np.float32]
 
@@ -151,7 +151,7 @@ class MediaInput:
         while self._held_bytes() > HELD_BYTES:
             if cancelled():
                 raise RequestCancelled("cancelled while waiting for memory")
-            sleep(_LOOK_S)
+            sleep(_CANCELLED_CHECK_S)
 
     def _held_bytes(self) -> int:
         with self._lock:
@@ -207,7 +207,7 @@ class MediaInput:
 
 @contextmanager
 def _acquire(lock: threading.Lock, cancelled: IsCancelled) -> Iterator[None]:
-    while not lock.acquire(timeout=_LOOK_S):
+    while not lock.acquire(timeout=_CANCELLED_CHECK_S):
         if cancelled():
             raise RequestCancelled("cancelled while waiting for another image or audio clip")
     try:

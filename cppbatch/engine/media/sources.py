@@ -20,9 +20,8 @@ Json = dict[str, Any]
 _NAMES: dict[SourceKind, str] = {"image": "an image", "audio": "audio", "video": "a video"}
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WHITESPACE = b" \t\r\n"
-_PIECE = 1 << 20
+_DECODED_CHARACTERS = 1 << 20
 """Characters decoded at once: other threads run between pieces, so none waits longer than a millisecond or two."""
-_HEAD = 64  # characters of base64 that determine the file format
 _REMOTE = ("http://", "https://", "file:")
 
 
@@ -92,7 +91,8 @@ def source_of_data(field: str, text: str) -> MediaSource:
     if head[:5].lower() == "data:":
         head = head.partition(",")[2]
     with contextlib.suppress(InvalidRequest):
-        if found := _format_of(from_base64(field, head[: len(head) // 4 * 4][:_HEAD])):
+        # 64 characters of base64 determine the file format
+        if found := _format_of(from_base64(field, head[: len(head) // 4 * 4][:64])):
             return MediaSource(found.kind, field, text)
     return MediaSource("image", field, text)
 
@@ -161,8 +161,8 @@ def from_base64(field: str, text: str) -> bytes:
     decoded = bytearray()
     rest = b""  # up to three characters, which are incomplete
     body = text.rstrip("=\r\n\t ")
-    for start in range(0, len(body), _PIECE):
-        piece = rest + body[start : start + _PIECE].encode("ascii", "replace").translate(None, _WHITESPACE)
+    for start in range(0, len(body), _DECODED_CHARACTERS):
+        piece = rest + body[start : start + _DECODED_CHARACTERS].encode("ascii", "replace").translate(None, _WHITESPACE)
         if wrong := piece.translate(None, _ALPHABET):
             example = "data:image/png;base64,..."
             message = f"is not valid base64: it contains {wrong[:1].decode()!r}; give a data URL such as {example}"

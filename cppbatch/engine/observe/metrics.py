@@ -24,7 +24,6 @@ PHASES = ("schedule", "fill", "decode", "sample", "advance", *_OUTPUT_PHASES)
 """The phases of a step: planning; filling the batch; `llama_decode`, until the device is done; rows to tokens;
 accounting and finished sequences; tokens to text; sending events. The last two may overlap with the next step
 (`StepLoop`)."""
-_MAX_STEPS = 16_384  # kept for `RecentSteps`; less than a minute at more than 273 steps per second
 
 
 class RecentSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,8 +170,8 @@ class Metrics:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.batch_sizes = Bins(ROWS)
         self.step_times, self.decode_times, self.sample_times = Bins(SECONDS), Bins(SECONDS), Bins(SECONDS)
-        self._recent: Window[tuple[float, float, float]] = Window(_MAX_STEPS)
-        self._waits: Window[float] = Window(_MAX_STEPS)
+        self._recent: Window[tuple[float, float, float]] = Window()
+        self._waits: Window[float] = Window()
         self._split = TimeSplit()
         self._unsplit: dict[StepWork, list[float]] = {}  # the latest steps, by work: their number, and seconds
         self._recent_split: deque[tuple[float, float, float]] = deque()  # (time, ideal, busy) of `split`, every second

@@ -19,7 +19,7 @@ Row = TypeVar("Row")
 class Window(Generic[Row]):
     """Rows of values of the last minute, or of a shorter time if there are more than `max_rows`."""
 
-    def __init__(self, max_rows: int, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = perf_counter, max_rows: int = 16_384) -> None:
         self._rows: deque[tuple[float, Row]] = deque(maxlen=max_rows)
         self._clock = clock
         self._began = clock()
@@ -51,10 +51,6 @@ def percentile(values: list[float], share: float) -> float | None:
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-# --- histogram -------------------------------------------------------------------------------------------------------
-# Histograms: cheap to update, and those of several engines can be added.
 
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

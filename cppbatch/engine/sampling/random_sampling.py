@@ -157,7 +157,6 @@ def _sample_cumulative(below: Floats, temperature: float, key: np.uint64) -> int
     return min(int(np.searchsorted(weights, unit_interval(key) * weights[-1], side="right")), len(below) - 1)
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------
 # Random numbers as a function of a seed, a position and a token id (counter-based, without state).
 #
 # The n-th token of a sequence gets the same numbers regardless of the batch, preemption, and recomputation after a

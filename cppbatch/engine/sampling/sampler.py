@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from cppbatch.engine.grammar.structured_output import GrammarMasks
 from cppbatch.engine.request import TokenLogprob
-from cppbatch.engine.sampling.chain_sampling import (
-    ChainSampler,
+from cppbatch.engine.sampling.chain_sampling import ChainSampler
+from cppbatch.engine.sampling.logit_processing import (
+    Logits,
+    Row,
     apply_bans_and_biases,
     apply_penalties,
     run_logits_processors,
@@ -32,8 +34,6 @@ from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError
 from cppbatch.llama import BackendSampling
 
-Logits = npt.NDArray[np.float32]
-Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _NO_ID = np.iinfo(np.int32).max
@@ -322,7 +322,7 @@ def _argmax(row: Row) -> int:
 def _sample_randomly(sequences: list[Seq], rows: list[int], logits: Logits, ids: Ids | None = None) -> list[int]:
     """Samples in these rows with the filters and the seed of their sequences.
 
-    Returns a column for each row, or `NO_TOKEN`. `ids`, as in `random_sample`: the columns' token ids.
+    Returns a column for each row, or `NO_TOKEN`. `ids`: the columns' token ids.
     """
     filters = [sequences[i].sampling.filters for i in rows]
     all_rows = len(rows) == len(logits)
@@ -336,10 +336,6 @@ def _random_keys(sequences: list[Seq], rows: list[int]) -> UInt64:
     """64 random bits for the next token of each of these sequences."""
     seeds = np.array([sequences[i].seed for i in rows], np.uint64)
     return random_bits(seeds, np.array([sequences[i].n_generated for i in rows], np.uint64))
-
-
-# --- pooler ----------------------------------------------------------------------------------------------------------
-# For embedding models and rerankers: reads vectors after a step, as `Sampler` reads logits.
 
 
 class Vectors(Protocol):

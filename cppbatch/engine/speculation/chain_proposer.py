@@ -65,7 +65,7 @@ class ChainProposer(HeadProposer):
         eog: frozenset[int] = frozenset(),
         **more: Any,
     ) -> None:
-        """`contexts`: of the heads, in order. The others as in `HeadProposer`."""
+        """`contexts`: of the heads, in order. The others are those of `HeadProposer`."""
         super().__init__(contexts[0], hidden_rows, longest, eog, **more)
         self._later = [_LaterHead(self, context, longest, eog, **more) for context in contexts[1:]]
 

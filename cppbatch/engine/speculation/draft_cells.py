@@ -18,7 +18,9 @@ from cppbatch.errors import LlamaError
 
 Tokens = npt.NDArray[np.int32]
 
-_WORTH_SHARING = 8  # tokens: computing fewer costs no more than a step that is needed anyway
+JOINED = 8
+"""Tokens that are computed with the first draft tokens, or just before them, which costs no more than a step that is
+needed anyway: more are read earlier, or taken from another sequence."""
 
 
 class DraftMemory(Protocol):
@@ -165,7 +167,7 @@ class DraftCells:
         """The draft sequence with the most cells of these tokens, and the token at which they end, at least `least`;
         None if the gain is too small. `n_have`: cells that it already has."""
         request = sequence.request
-        best, most = None, n_have + _WORTH_SHARING
+        best, most = None, n_have + JOINED
         if not request.cache_prompt:
             return None, 0
         known = sequence.tokens[: sequence.n_tokens - 1]
@@ -295,4 +297,4 @@ def _have_prefix(one: DraftSequence, other: DraftSequence, n: int) -> bool:
     assert one.sequence
     assert other.sequence
     n_least = min(one.sequence.n_tokens, other.sequence.n_tokens) - 1
-    return n <= n_least and n - other.start > _WORTH_SHARING and n_common(one.tokens[:n], other.tokens[:n]) == n
+    return n <= n_least and n - other.start > JOINED and n_common(one.tokens[:n], other.tokens[:n]) == n

@@ -19,23 +19,18 @@ import numpy.typing as npt
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftCells, DraftMemory, DraftSequence, TargetCells
-from cppbatch.engine.speculation.proposer import Draft
+from cppbatch.engine.speculation.draft_cells import JOINED, DraftCells, DraftMemory, DraftSequence, TargetCells
+from cppbatch.engine.speculation.proposer import MOST_PROBABLE, PRIOR_WEIGHT, Draft
 from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 
 log = logging.getLogger("cppbatch.engine")
 
-_LEAST_PROBABLE = 0.4  # a less probable token ends a draft, and is not included
-JOINED = 8
-"""Maximum missing tokens computed with the first draft tokens, or just before them; more are read earlier."""
+_MIN_PROBABILITY = 0.4  # a less probable token ends a draft, and is not included
 _LEAST_READ = 32  # tokens that may be read in any step
 _READ_SHARE = 2.0  # relative to the time since the last call: reading prompts at most triples a step's time
 _LONGEST_READ_S = 0.2
-_PRIOR = 8.0  # weight of the prior of an acceptance rate, in draft tokens
-_DECAY = 0.98  # of older tokens' weight, per new token
-_MOST_CERTAIN = 0.99
 _FEW_TOKENS = 65_536  # of a vocabulary; for more, see `most_likely`
 _SET, _BEST = 64, 24
 
@@ -70,13 +65,13 @@ class _Acceptance:
 
     def observe(self, n_accepted: int, probabilities: Sequence[float]) -> None:
         """`probabilities`: of the tested tokens: the accepted ones, and the first rejected one."""
-        decay = _DECAY ** len(probabilities)
+        decay = 0.98 ** len(probabilities)  # the weight of older tokens
         self._accepted = decay * self._accepted + n_accepted
         self._expected = decay * self._expected + sum(probabilities)
 
     def factor(self, prior: float = 1.0) -> float:
         """The acceptance relative to the probability; `prior`: its assumed value before any observation."""
-        return (self._accepted + _PRIOR * prior) / (self._expected + _PRIOR)
+        return (self._accepted + PRIOR_WEIGHT * prior) / (self._expected + PRIOR_WEIGHT)
 
 
 class Guess(NamedTuple):
@@ -194,8 +189,8 @@ class DraftModelProposer:
         followed = self._followed[sequence]
         followed.guess = guess
         factor = followed.acceptance.factor(self._acceptance.factor())
-        likely = [min(_MOST_CERTAIN, factor * p) for p in guess.probabilities]
-        n = next((i for i, p in enumerate(likely) if p < _LEAST_PROBABLE), len(likely))
+        likely = [min(MOST_PROBABLE, factor * p) for p in guess.probabilities]
+        n = next((i for i, p in enumerate(likely) if p < _MIN_PROBABILITY), len(likely))
         return Draft(np.asarray(guess.tokens[:n], np.int32), np.asarray(likely[:n])) if n else None
 
     # --- following the sequences ----------------------------------------------------------------------------------
@@ -296,8 +291,8 @@ class DraftModelProposer:
                 guess = guesses[draft]
                 guess.tokens.append(token)
                 guess.probabilities.append(p)
-                likely[draft] *= min(_MOST_CERTAIN, factors[draft] * p)
-                is_probable = factors[draft] * p >= _LEAST_PROBABLE and token not in self._eog
+                likely[draft] *= min(MOST_PROBABLE, factors[draft] * p)
+                is_probable = factors[draft] * p >= _MIN_PROBABILITY and token not in self._eog
                 if is_probable and len(guess.tokens) < length_of[draft]:
                     still.append(draft)
             growing = still if self._is_worth_another(sum(likely[draft] for draft in still), len(still)) else []

@@ -15,13 +15,11 @@ import numpy.typing as npt
 
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftSequence, TargetCells
-from cppbatch.engine.speculation.draft_model import JOINED, Guess
+from cppbatch.engine.speculation.draft_cells import JOINED, DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_model import Guess
 from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime, Rows
 from cppbatch.errors import CacheFull
 from cppbatch.llama import HeadBatch
-
-_APART_EVERY = 64  # drafts; then one whose tokens since the last draft have a decode of their own, to update its time
 
 
 class HeadRuntime(RowRuntime, Protocol):
@@ -53,7 +51,7 @@ class HeadProposer(RowProposer):
         threads: ComputeThreads | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`kind`: for messages. The others as in `RowProposer`."""
+        """`kind`: for messages. The others are those of `RowProposer`."""
         self.kind = kind
         self._head = context
         self._n_catch_ups = 0
@@ -83,7 +81,8 @@ class HeadProposer(RowProposer):
         self._n_catch_ups += 1
         if self.cost.knows_prompts and more_s >= n_apart * self.cost.token_s(n_apart):
             return 1
-        if self._n_catch_ups % _APART_EVERY == 0:
+        # in one of 64 drafts, the tokens since the last one have a decode of their own, to update its time
+        if self._n_catch_ups % 64 == 0:
             return 1
         self._caught_up(more_s)
         return JOINED

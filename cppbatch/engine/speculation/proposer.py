@@ -12,6 +12,11 @@ from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 
+PRIOR_WEIGHT = 8.0
+"""Before any draft is verified, an acceptance rate counts as if observed in this many draft tokens."""
+MOST_PROBABLE = 0.99
+"""The maximum probability of a token, so that longer drafts are worth less and less."""
+
 
 class Draft(NamedTuple):
     """Tokens that may be the next ones of a sequence."""
@@ -65,15 +70,10 @@ class ModelProposer(Proposer, Protocol):
         ...
 
 
-# --- grammar proposer ------------------------------------------------------------------------------------------------
 # Drafts the text that a grammar forces.
 #
 # Example: after `{"name": "Ada", ` a JSON schema allows only `"born_in": "`. These bytes are tokenised and drafted. The
 # model may write them with other tokens, so they are verified like any draft.
-
-
-_NEW = 0.1  # weight of a new draft token in the acceptance
-_FIRST = 0.8  # acceptance before any measurement
 
 
 class GrammarProposer:
@@ -83,7 +83,7 @@ class GrammarProposer:
 
     def __init__(self, vocab: Vocabulary) -> None:
         self._vocab = vocab
-        self._acceptance = _FIRST
+        self._acceptance = 0.8  # before any draft
         self._drafted: dict[Seq, tuple[int, Draft]] = {}  # the last draft, with its position
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
@@ -109,7 +109,7 @@ class GrammarProposer:
         known = sequence.tokens[start : sequence.n_tokens]
         n = n_common(draft.tokens, known)
         for is_right in [True] * n + [False] * (n < min(len(draft.tokens), len(known))):
-            self._acceptance += _NEW * (is_right - self._acceptance)
+            self._acceptance += 0.1 * (is_right - self._acceptance)  # a mean of about ten tokens
 
     def finished(self, sequence: Seq) -> None:
         """See `Proposer`."""

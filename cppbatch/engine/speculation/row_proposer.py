@@ -19,8 +19,8 @@ import numpy.typing as npt
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.batch_order import BatchEntry, PromptPart
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftCells, DraftSequence, TargetCells
-from cppbatch.engine.speculation.draft_model import JOINED, DraftContext, DraftModel, DraftModelProposer
+from cppbatch.engine.speculation.draft_cells import JOINED, DraftCells, DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_model import DraftContext, DraftModel, DraftModelProposer
 from cppbatch.errors import LlamaError
 
 log = logging.getLogger("cppbatch.engine")
@@ -33,9 +33,6 @@ Row = npt.NDArray[np.float32]
 MOST_BYTES = 256 << 20
 """The size of all hidden rows that are kept on the host."""
 _LEAST_ROWS, _MOST_ROWS = 64, 4096  # of a sequence
-_FIRST = 16  # rows: of a sequence that decodes
-
-_NEW = 0.1  # weight of a new time in what reading the tokens since the last draft takes
 
 
 class RowRuntime(DraftContext, Protocol):
@@ -163,16 +160,13 @@ class RowProposer(DraftModelProposer, ABC):
     def _caught_up(self, seconds: float) -> None:
         """Reading the tokens since the last draft took this long, in addition to the draft tokens."""
         usual = self._catch_up_s or seconds
-        self._catch_up_s = usual + _NEW * (seconds - usual)
+        self._catch_up_s = usual + 0.1 * (seconds - usual)  # a mean of about ten times
 
 
 def _may_draft(sequence: Seq) -> bool:
     """Whether there may ever be drafts for it: their weights know no adapter, and their positions no image."""
     is_text = sequence.request.task == "generate" and not sequence.media
     return is_text and not sequence.adapters and sequence.params.speculate and sequence.max_new > 1
-
-
-# --- hidden rows ------------------------------------------------------------------------------------------------------
 
 
 def most_rows(n_parallel: int, n_row: int) -> int:
@@ -186,7 +180,7 @@ class HiddenRows:
     __slots__ = ("_rows", "start", "stop")
 
     def __init__(self, n_embd: int) -> None:
-        self._rows: Rows = np.empty((_FIRST, n_embd), np.float32)
+        self._rows: Rows = np.empty((16, n_embd), np.float32)
         self.start = self.stop = 0
 
     def put(self, start: int, rows: Rows, most: int) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from cppbatch.config import DRAFT_MODELS, EngineConfig, Speculation, available_threads, setting_name
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.layout import choose_flash_attn
+from cppbatch.engine.kv.sharing import SHARING
 from cppbatch.engine.speculation.chain_proposer import ChainProposer
 from cppbatch.engine.speculation.dflash_proposer import DFlashProposer
 from cppbatch.engine.speculation.draft_model import DraftModel, DraftModelProposer
@@ -29,7 +30,7 @@ from cppbatch.llama import (
     why_no_heads,
     why_no_layer_rows,
 )
-from cppbatch.models.inspect import ASSISTANT, NAMES, DraftFile, RowKind, draft_heads, read_draft_file, row_kind
+from cppbatch.models.draft_files import ASSISTANT, NAMES, DraftFile, RowKind, draft_heads, read_draft_file, row_kind
 
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
@@ -121,7 +122,8 @@ def open_draft_model(
     engine's. Raises `ModelError` or `LlamaError`."""
     check_draft_model(draft, target)
     context = make_draft_context(config, draft)
-    if (sharing := probe_prefix_sharing(context)) != "cells":
+    sharing = probe_prefix_sharing(context)
+    if not SHARING[sharing].shares_any_cells:
         raise ModelError(
             f"{draft.path.name} cannot be used as a draft model (-md): its sequences cannot share and remove KV cells "
             f"(found: {sharing})"
@@ -136,8 +138,6 @@ def open_draft_model(
 
 
 log = logging.getLogger("cppbatch.engine")
-
-_MOST_BATCH = 512  # tokens: a prompt is read in pieces that delay no step for long
 
 
 def uses_head(config: EngineConfig) -> bool:
@@ -171,7 +171,8 @@ def make_head_context(config: EngineConfig, model: Model, head: int = 0) -> Head
     """The context of a draft head of the file, with as many cells as the engine has."""
     backend = Backend.get()
     on_gpu = backend.offloads(config.n_gpu_layers, config.rpc)
-    n_batch = max(config.n_parallel * model.n_draft_heads, min(config.n_ubatch, _MOST_BATCH))
+    # a prompt is read in pieces of up to 512 tokens, which delay no step for long
+    n_batch = max(config.n_parallel * model.n_draft_heads, min(config.n_ubatch, 512))
     return HeadContext(
         model,
         n_ctx=config.n_ctx,
@@ -204,8 +205,6 @@ def open_head(config: EngineConfig, context: Context, threads: ComputeThreads | 
 
 SPECS: dict[Speculation, RowKind] = {"eagle3": "eagle3", "dflash": "dflash", "mtp": ASSISTANT}
 """The kind of draft model that a setting of `spec` demands."""
-_MOST_READ = 128  # tokens in a decode: llama.cpp computes logits of each, also of those that want none
-_MOST_BLOCKS = 512  # tokens of all blocks in a decode, each with logits
 
 
 def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
@@ -256,7 +255,8 @@ def make_row_context(
         types = {"type_k": config.cache_type_k, "type_v": config.cache_type_v}
         return AssistantContext(draft, target, n_threads=config.n_threads or available_threads(), **types)
     on_gpu = backend.offloads(config.n_gpu_layers)
-    n_batch = max(config.n_parallel + 1, min(config.n_ubatch, _MOST_READ))  # the context has one more seq_id
+    # few tokens in a decode: llama.cpp computes logits of each, also of those that want none
+    n_batch = max(config.n_parallel + 1, min(config.n_ubatch, 128))  # the context has one more seq_id
     n_drafted = max(1, min(config.draft_max, file.block - file.first))
     block = n_drafted + file.first
     sizes = {
@@ -269,7 +269,8 @@ def make_row_context(
     }
     if file.kind == "eagle3":
         return EagleContext(draft, file, target, n_batch=n_batch, **sizes)
-    n_batch = max(n_batch, block, min(config.n_parallel * block, _MOST_BLOCKS))
+    # each token of the blocks has logits
+    n_batch = max(n_batch, block, min(config.n_parallel * block, 512))
     return DFlashContext(draft, file, target, n_drafted=n_drafted, n_batch=n_batch, **sizes)
 
 

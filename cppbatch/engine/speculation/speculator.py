@@ -15,34 +15,32 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.config import DRAFT_LOGITS_BYTES
 from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
-from cppbatch.engine.step_cost import TILES, Groups, StepCost
+from cppbatch.engine.speculation.proposer import MOST_PROBABLE, PRIOR_WEIGHT, Draft, ModelProposer, Proposer
+from cppbatch.engine.step_cost import MAX_TIME_RATIO, TILES, Groups, StepCost
 
-_WORTH = 1.1  # minimum gain of drafts, in expected tokens per second relative to rows alone: estimates are rough
-_WORTH_OF_MODEL = 1.03  # ... of a draft model, whose time is measured; 1.0 after a step that asked it
-_TRIED = 0.8  # ... of drafts that a try has paid for: computing them teaches what their steps take
-_SLOWDOWN = 2.5  # maximum ratio of step times, for each token that every sequence may expect: the others wait
+_MIN_GAIN = 1.1  # minimum gain of drafts, in expected tokens per second relative to rows alone: estimates are rough
+_MIN_GAIN_OF_MODEL = 1.03  # ... of a draft model, whose time is measured; 1.0 after a step that asked it
+_MIN_GAIN_OF_TRY = 0.8  # ... of drafts that a try has paid for: computing them teaches what their steps take
+_MAX_SLOWDOWN = 2.5  # maximum ratio of step times, for each token that every sequence may expect: the others wait
 _UNNOTICED_S = 0.05  # seconds that no reader notices: a step may take them, and so may the first tries
-_TOGETHER = 32  # tokens: sequences whose ends are at most this far apart end together
-_PLAIN_EVERY = 32  # steps with drafts in a row; the next one has none, and measures what rows alone take now
-_LOGITS_BYTES = 32 << 20  # bytes of logits in a step with drafts: 170 rows with a vocabulary of 49,152
+_SAME_END_TOKENS = 32  # tokens: sequences whose ends are at most this far apart end together
+_PLAIN_EVERY_STEPS = 32  # steps with drafts in a row; the next one has none, and measures what rows alone take now
 _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)  # draft tokens to choose from, in streams
 _LENGTHS_ON_GPU = (1, 3, 7, 15, 31, 63)  # ... on a GPU: llama.cpp plans its graph again for a new number of rows
-_REMEMBERED = 0.998  # weight left after a step, and after a verified token: half after 350, because texts change
-_NEW_STEP = 0.05  # maximum weight of a new step in what is known: one bad step of many sequences must not decide
-_PRIOR = 8.0  # observations that are assumed to be as expected, before any is made
-_ALMOST_CERTAIN = 0.99  # maximum probability of a token, so that longer drafts are worth less and less
-_NEW = 0.2  # weight of a new draft in the typical one of its sequence, and of a new time of sampling
-_NEW_OF_ALL = 0.02  # weight of a new draft in the typical one of all sequences: a few bad ones must not be the last
-_WELL_KNOWN = 10  # drafts of a draft model; before, one sequence is tried if reading the prompts of all takes too long
-_COLD = 16  # first steps with a draft model that are not measured: nothing is in the CPU's caches
-_DISTURBED = 2.0  # maximum ratio of a measured time to the expected one: other programs make steps longer
-_TRY_SHARE = 0.01  # of the time, for drafts of a draft model that are not expected to pay: estimates may be wrong
-_FIRST_TRIES = 4.0  # steps whose time tries may take in advance
-_LOOK_SHARE = 0.005  # of the time, for drafts that are looked for in vain: with a small model that takes 2% of a step
-_VAIN = 16  # steps in a row without drafts that are worth it, before the share limits looking for them
+_KEPT_PER_STEP = 0.998  # weight left after a step, and after a verified token: half after 350, because texts change
+_MAX_STEP_WEIGHT = 0.05  # maximum weight of a new step in what is known: one bad step of many sequences must not decide
+_NEW_DRAFT_WEIGHT = 0.2  # weight of a new draft in the typical one of its sequence, and of a new time of sampling
+_MIN_WEIGHT_OF_ALL = (
+    0.02  # weight of a new draft in the typical one of all sequences: a few bad ones must not be the last
+)
+_WELL_KNOWN_DRAFTS = (
+    10  # drafts of a draft model; before, one sequence is tried if reading the prompts of all takes too long
+)
+_COLD_STEPS = 16  # first steps with a draft model that are not measured: nothing is in the CPU's caches
+_VAIN_STEPS = 16  # steps in a row without drafts that are worth it, before the share limits looking for them
 
 Probabilities = npt.NDArray[np.float64]
 """Arrays named `expected`, float64[rows, draft_max]: that a draft token and all before it are accepted."""
@@ -110,7 +108,9 @@ class Speculator:
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
         self._draft_max, self._one_group_only, self._clock = draft_max, one_group_only, clock
         self._acceptance, self._model_time = _AcceptanceTable(), _ModelTime(wall)
-        self._tries, self._looks = _TimeBudget(_TRY_SHARE, _FIRST_TRIES), _TimeBudget(_LOOK_SHARE)
+        # Tries of drafts that are not expected to pay, as estimates may be wrong; 4 steps' time in advance.
+        self._tries = _TimeBudget(share=0.01, first=4.0)
+        self._looks = _TimeBudget(share=0.005)  # looking in vain: with a small model that takes 2% of a step
         self._look = self._began = 0.0  # the last look for drafts: its time, in steps without drafts, and its start
         self._n_vain = self._n_drafted = 0  # steps in a row without drafts that are worth it, and with drafts
         self._sampling_s = 0.0  # time that an accepted token takes beside its row
@@ -122,11 +122,11 @@ class Speculator:
         by ascending seq_id. `groups`: `StepPlan.row_groups` without drafts."""
         if not cost.knows_rows or cost.is_learning(groups) or (self._one_group_only and not limits.is_one_group):
             return None
-        if self._n_drafted >= _PLAIN_EVERY:
+        if self._n_drafted >= _PLAIN_EVERY_STEPS:
             self._n_drafted = 0
             return None
-        self._acceptance.trust.learn(_REMEMBERED)
-        if self._n_vain >= _VAIN and not self._looks.allows(self._look):
+        self._acceptance.trust.learn(_KEPT_PER_STEP)
+        if self._n_vain >= _VAIN_STEPS and not self._looks.allows(self._look):
             return None
         self._began = self._clock()
         self._model_time.step_begins()
@@ -152,7 +152,7 @@ class Speculator:
             made = proposer.propose([rows[i] for i in texts], [most[i] for i in texts])
             if any(made):
                 self._acceptance.keep_more_likely(drafts, expected, dict(zip(texts, made, strict=True)))
-        asked_s, worth = self._ask_model(self._model, step, drafts, expected, most) if self._model else (0.0, _WORTH)
+        asked_s, worth = self._ask_model(self._model, step, drafts, expected, most) if self._model else (0.0, _MIN_GAIN)
         plan, self._computed, self._uncomputed = step.best(expected), [], {}
         if not plan or plan.rate < worth * step.rate_without:
             self._uncomputed = {s: (draft, s.n_tokens) for s, draft in zip(rows, drafts, strict=True) if draft}
@@ -177,11 +177,11 @@ class Speculator:
         n_expected = guesses.sum(axis=1)
         is_better = made * n_expected > expected.sum(axis=1)
         if not is_better.any():
-            return 0.0, _WORTH
+            return 0.0, _MIN_GAIN
         plan = step.best(np.where(is_better[:, None], guesses, expected), partial(model.seconds, int(is_better.sum())))
         asked = (is_better * plan.lengths).tolist() if plan else []
         if not plan or not any(asked):
-            return 0.0, _WORTH
+            return 0.0, _MIN_GAIN
         n_asked = sum(n > 0 for n in asked)
         unread = [model.read_seconds(sequence) if n else 0.0 for sequence, n in zip(step.rows, asked, strict=True)]
         read_s = float(np.dot(unread, np.minimum(1.0, (1 + n_expected) / step.n_left)))
@@ -192,9 +192,9 @@ class Speculator:
         rate_before = max(step.rate_without, before.rate if (before := step.best(expected)) else 0.0)
         worth = self._model_time.worth
         if n_tokens / expected_s <= worth * rate_before:
-            worth, asked = _TRIED, self._try(model, step, asked, unread, expected_s - n_tokens / rate_before)
+            worth, asked = _MIN_GAIN_OF_TRY, self._try(model, step, asked, unread, expected_s - n_tokens / rate_before)
             if not any(asked):
-                return 0.0, _WORTH
+                return 0.0, _MIN_GAIN
         began = self._clock()
         others = model.propose(step.rows, asked)
         self._began += self._clock() - began  # tries have their own budget
@@ -203,12 +203,12 @@ class Speculator:
                 self._acceptance.learn_typical(sequence, draft, n)
         self._acceptance.keep_more_likely(drafts, expected, dict(enumerate(others)))
         asked_s = model.seconds(sum(n > 0 for n in asked), max(asked)) + read_s
-        return asked_s, worth if asked_s or worth == _TRIED else _WORTH
+        return asked_s, worth if asked_s or worth == _MIN_GAIN_OF_TRY else _MIN_GAIN
 
     def _try(self, model: ModelProposer, step: _Step, asked: list[int], unread: list[float], loss: float) -> list[int]:
         """Returns what a try asks of the draft model, if it may lose `loss` seconds: all, one sequence, or nothing."""
         ways = [(asked, max(0.0, loss) + sum(unread))]
-        if any(unread) and self._acceptance.n_typical < _WELL_KNOWN:
+        if any(unread) and self._acceptance.n_typical < _WELL_KNOWN_DRAFTS:
             one = min((i for i, n in enumerate(asked) if n), key=unread.__getitem__)
             ways.append(([n * (i == one) for i, n in enumerate(asked)], model.seconds(1, asked[one]) + unread[one]))
         for way, seconds in ways:
@@ -222,7 +222,7 @@ class Speculator:
         kept = self._acceptance.learn([(draft, accepted.get(sequence, 0)) for sequence, draft in self._computed])
         self._model_time.step_is_verified(kept)
         if n_accepted := sum(accepted.values()):
-            self._sampling_s += _NEW * (seconds / n_accepted - self._sampling_s)
+            self._sampling_s += _NEW_DRAFT_WEIGHT * (seconds / n_accepted - self._sampling_s)
 
     def finished(self, sequence: Seq) -> None:
         """Called when the sequence has ended, or has a new array of tokens (`Seq.shift`)."""
@@ -239,7 +239,7 @@ class Speculator:
 
 def max_draft_rows(n_vocab: int) -> int:
     """The maximum rows of a step with drafts, limited by the memory of their logits. `n_vocab`: logits per row."""
-    return _LOGITS_BYTES // (4 * max(1, n_vocab))
+    return DRAFT_LOGITS_BYTES // (4 * max(1, n_vocab))
 
 
 class _Trust:
@@ -251,7 +251,7 @@ class _Trust:
     def learn(self, kept: float, came: float = 0.0, expected: float = 0.0) -> None:
         """Adds an observation; earlier ones keep this weight."""
         self._came, self._expected = kept * self._came + came, kept * self._expected + expected
-        self.value = min(1.0, (self._came + _PRIOR) / (self._expected + _PRIOR))
+        self.value = min(1.0, (self._came + PRIOR_WEIGHT) / (self._expected + PRIOR_WEIGHT))
 
 
 class _AcceptanceTable:
@@ -266,7 +266,7 @@ class _AcceptanceTable:
     def learn(self, drafts: Sequence[tuple[Probabilities, int]]) -> float:
         """Learns from drafts: their probabilities and numbers of right tokens. Returns the weight of earlier drafts."""
         verified = [probabilities[: n + 1] for probabilities, n in drafts]  # with the first wrong token
-        kept = max(1 - _NEW_STEP, _REMEMBERED ** sum(map(len, verified)))
+        kept = max(1 - _MAX_STEP_WEIGHT, _KEPT_PER_STEP ** sum(map(len, verified)))
         self.trust.learn(kept, sum([n for _, n in drafts]), sum([float(each.sum()) for each in verified]))
         return kept
 
@@ -278,7 +278,7 @@ class _AcceptanceTable:
         for i, other in others.items():
             if other:
                 probabilities[i, : len(other.tokens)] = other.probabilities
-        new = (self.trust.value * np.minimum(probabilities, _ALMOST_CERTAIN)).cumprod(axis=1)
+        new = (self.trust.value * np.minimum(probabilities, MOST_PROBABLE)).cumprod(axis=1)
         for i in np.flatnonzero(new.sum(axis=1) > expected.sum(axis=1)).tolist():
             drafts[i], expected[i] = others[i], new[i]
 
@@ -286,35 +286,35 @@ class _AcceptanceTable:
         """The typical drafts of these sequences, of up to `most` tokens: the fractions of calls that give one,
         float64[rows], and their expected tokens. Before its first draft, a sequence has that of all."""
         typical = np.array([self.typical.get(sequence, self._of_all) for sequence in rows])
-        acceptance, continues = self.trust.value * np.minimum(typical[:, :1], _ALMOST_CERTAIN), typical[:, 2:]
+        acceptance, continues = self.trust.value * np.minimum(typical[:, :1], MOST_PROBABLE), typical[:, 2:]
         at = np.arange(draft_max)
         return typical[:, 1], acceptance ** (at + 1) * continues**at * (at < np.array(most)[:, None])
 
     def learn_typical(self, sequence: Seq, draft: Draft | None, longest: int) -> None:
         """Learns from a draft of the draft model, which could have `longest` tokens."""
         self.n_typical += 1
-        self._of_all = self._of_all.updated(draft, longest, max(_NEW_OF_ALL, 1 / self.n_typical))
-        self.typical[sequence] = self.typical.get(sequence, self._of_all).updated(draft, longest, _NEW)
+        self._of_all = self._of_all.updated(draft, longest, max(_MIN_WEIGHT_OF_ALL, 1 / self.n_typical))
+        self.typical[sequence] = self.typical.get(sequence, self._of_all).updated(draft, longest, _NEW_DRAFT_WEIGHT)
 
 
 class _ModelTime:
     """The time of steps that asked a draft model, as a whole: each part displaces the other from the CPU's caches."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._began, self._n_cold = clock, 0.0, _COLD
+        self._clock, self._began, self._n_cold = clock, 0.0, _COLD_STEPS
         self._latest = [1.0] * 3  # measured times of the last steps, relative to the expected ones
-        self.trust, self.worth, self.expected_s = _Trust(), _WORTH_OF_MODEL, 0.0  # 0: the step asks no draft model
+        self.trust, self.worth, self.expected_s = _Trust(), _MIN_GAIN_OF_MODEL, 0.0  # 0: the step asks no draft model
 
     def step_begins(self) -> None:
-        self.worth = min(_WORTH, 1.0 if self.expected_s else _WORTH_OF_MODEL)
+        self.worth = min(_MIN_GAIN, 1.0 if self.expected_s else _MIN_GAIN_OF_MODEL)
         self._n_cold = self._n_cold if self.expected_s else max(1, self._n_cold)
-        self.trust.learn(_REMEMBERED)
+        self.trust.learn(_KEPT_PER_STEP)
         self._began, self.expected_s = self._clock(), 0.0
 
     def step_is_verified(self, kept: float) -> None:
         if self.expected_s and not self._n_cold:
             self._latest = [*self._latest[1:], (self._clock() - self._began) / self.expected_s]
-            self.trust.learn(kept, 1.0, min(_DISTURBED, sorted(self._latest)[1]))
+            self.trust.learn(kept, 1.0, min(MAX_TIME_RATIO, sorted(self._latest)[1]))
         elif self.expected_s:
             self._n_cold -= 1
 
@@ -344,7 +344,7 @@ class _Step:
         self.rate_without = len(rows) / self.seconds  # tokens per second
         self.n_left = np.array([sequence.n_left for sequence in rows])
         ahead = self.n_left.max() - self.n_left
-        self._ahead = ahead if limits.is_queue_empty and ahead.max() <= _TOGETHER else None
+        self._ahead = ahead if limits.is_queue_empty and ahead.max() <= _SAME_END_TOKENS else None
         if self._ahead is not None:
             self._row_s = np.diff(np.maximum.accumulate(cost.relative_up_to(len(rows))))  # of the first row, the second
 
@@ -356,7 +356,7 @@ class _Step:
         has_streams, best = self.limits.has_streams, None
         # Cases: int[cases][rows], and the expected accepted tokens, float64[rows, cases].
         lengths, gains = self._equally_long(expected) if has_streams else self._most_likely(expected)
-        max_s = max(_UNNOTICED_S, _SLOWDOWN * self.seconds)
+        max_s = max(_UNNOTICED_S, _MAX_SLOWDOWN * self.seconds)
         for each, value, least in zip(lengths, self._values(gains), gains.min(axis=0).tolist(), strict=True):
             groups = tuple([n * (1 + each[0]) for n in self.groups]) if has_streams else (len(each) + sum(each),)
             seconds = self.cost.rows_s(groups) + (draft_s(max(each)) if draft_s else 0.0)

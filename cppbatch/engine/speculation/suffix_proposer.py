@@ -7,27 +7,19 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.ngram_index import (
+from cppbatch.engine.speculation.match_acceptance import (
     MOST_DOUBT,
     MOST_LENGTH,
-    ORDERS,
     Agreement,
-    Hashes,
-    IndexedText,
     MatchAcceptance,
-    NgramIndex,
     Source,
     after,
-    hash_arrays,
 )
+from cppbatch.engine.speculation.ngram_index import ORDERS, Hashes, IndexedText, NgramIndex, hash_arrays
 from cppbatch.engine.speculation.proposer import Draft
 
-_AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
-_TOKENS_OF_TEXT = 64  # of finished sequences on average, at least
-_START = 256  # starting a sequence costs as much as indexing this number of tokens
-_FEW = 32  # more new tokens than this are indexed with numpy
-_ROOM = 4096  # tokens of a completion for which the index of a sequence has room at first
-_NEAR = 8  # tokens after the end of a long match within which it may resume, and how far after its end
+_INDEXED_TOKENS_PER_CALL = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
+_RESUME_TOKENS = 8  # tokens after the end of a long match within which it may resume, and how far after its end
 _LENGTHS = (MOST_LENGTH, 24, 16, 12, 8)  # matches of `ORDERS[0]` tokens and more are compared at these lengths
 
 
@@ -84,7 +76,7 @@ class SuffixProposer:
     costs_compute = False
 
     def __init__(self, *, max_tokens: int = 1 << 18) -> None:
-        self._max_tokens, self._max_texts = max_tokens, max_tokens // _TOKENS_OF_TEXT
+        self._max_tokens, self._max_texts = max_tokens, max_tokens // 64  # most texts are longer
         self._acceptance = MatchAcceptance()
         self._states: dict[Seq, _State] = {}
         self._shared = NgramIndex(max_tokens)
@@ -98,7 +90,7 @@ class SuffixProposer:
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
         """See `Proposer.propose`. The tokens of a draft are a view: they are not to be written."""
-        states, left = self._states, _AT_ONCE
+        states, left = self._states, _INDEXED_TOKENS_PER_CALL
         drafts: list[Draft | None] = []
         for sequence, limit in zip(sequences, most, strict=True):
             state = states.get(sequence)
@@ -107,9 +99,9 @@ class SuffixProposer:
                     drafts.append(None)
                     continue
                 state = self._start(sequence)
-                left -= _START
+                left -= 256  # starting a sequence costs as much as indexing 256 tokens
             n, known = sequence.n_tokens, state.own_text.n
-            if n - known > _FEW or state.hashes is None:
+            if n - known > 32 or state.hashes is None:  # numpy is faster
                 stop = min(n, known + max(left, 0))
                 left -= stop - known
                 self._read(state, stop)
@@ -147,7 +139,8 @@ class SuffixProposer:
     # --- texts --------------------------------------------------------------------------------------------------
 
     def _start(self, sequence: Seq) -> _State:
-        own = NgramIndex(min(len(sequence.tokens), sequence.n_tokens + _ROOM))
+        # at first, the index has room for 4096 tokens of a completion
+        own = NgramIndex(min(len(sequence.tokens), sequence.n_tokens + 4096))
         shared = None
         if sequence.request.cache_prompt:
             shared = self._shared.add(sequence.tokens, self._join(sequence.salt))
@@ -263,11 +256,11 @@ class SuffixProposer:
         """The long match that ended shortly before, if it continues after a change of a few tokens."""
         text, other = state.own_text, lost.text
         n = text.n
-        if n - state.lost_at > _NEAR:
+        if n - state.lost_at > _RESUME_TOKENS:
             state.lost = None
             return None
         last = text.view[n - 1]
-        for p in range(lost.position, min(lost.position + _NEAR, other.n - 1)):
+        for p in range(lost.position, min(lost.position + _RESUME_TOKENS, other.n - 1)):
             if other.view[p] == last:
                 length = 2 if p and n > 1 and other.view[p - 1] == text.view[n - 2] else 1
                 return _Match(other, p + 1, length, Agreement.ONLY, lost.source)

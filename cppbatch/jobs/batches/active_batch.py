@@ -46,10 +46,7 @@ T = TypeVar("T")
 log = logging.getLogger("cppbatch.jobs")
 
 FIRST_RETRY_S = 30.0
-_MAX_RETRY_S = 600.0
-_CLOCK_CHECK_S = 60.0  # the clock jumps when a machine wakes from sleep
 _MODEL_CHECK_S = 5.0  # whether a server with several models has got the model of a batch
-_MAX_RUNNING_BATCHES = 8  # each has a thread and open files
 _EXPIRED = "This request could not be executed before the completion window expired."
 
 
@@ -60,7 +57,8 @@ class BatchResources(msgspec.Struct, frozen=True):
     """Whether this server has the model of a batch."""
     execution: Callable[[BatchRecord], tuple[RequestHandler, RequestSlots]]
     """The handler of a batch's requests, and the slots of which each running request holds one."""
-    running_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
+    # a running batch has a thread and open files
+    running_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(8))
     """One per batch with running requests."""
     validation_slots: asyncio.Semaphore = msgspec.field(default_factory=lambda: asyncio.Semaphore(1))
     """One per batch in validation."""
@@ -169,7 +167,7 @@ class ActiveBatch:
                     return "expired"
                 await asyncio.wait(
                     {working, cancelled},
-                    timeout=min(seconds_left, _CLOCK_CHECK_S),
+                    timeout=min(seconds_left, 60.0),  # the clock jumps when a machine wakes from sleep
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if working.done():
@@ -228,7 +226,7 @@ class ActiveBatch:
                 unexpected = None if isinstance(error, StorageError | EngineClosed) else error
                 log.error("%s is paused; retrying in %g s: %s", self.record.batch.id, pause, error, exc_info=unexpected)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _MAX_RETRY_S)
+            pause = min(2 * pause, 600.0)
 
     # --- validating ---------------------------------------------------------------------------------------------
 
@@ -431,12 +429,7 @@ def _now() -> int:
     return int(time.time())
 
 
-# --- batch validation ------------------------------------------------------------------------------------------------
-# Reads and validates the input file of a batch.
-
-
 _PROMPT_ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
-_MAX_ERRORS = 100  # in the batch object; the error file contains all errors
 _LINES_PER_PAUSE, _PAUSE_S = 256, 0.0002
 
 
@@ -479,7 +472,7 @@ def validate_input(entries: Iterable[JobRequest | RejectedLine], stop: threading
         result.n_lines += 1
         if isinstance(entry, JobRequest):
             result.n_valid += 1
-        elif len(result.errors) < _MAX_ERRORS:
+        elif len(result.errors) < 100:  # in the batch object; the error file contains all errors
             result.errors.append(BatchError(code=entry.code, message=entry.message, line=entry.line))
         if result.n_lines % _LINES_PER_PAUSE == 0:
             if stop.is_set():

@@ -43,12 +43,8 @@ _SUBFOLDERS = ("incoming", "files", "batches")
 RESULT_NAMES = ("output.jsonl", "errors.jsonl")
 """In the working folder of a batch."""
 _PRIVATE = 0o700  # the files contain users' prompts
-_PRIVATE_FILE = 0o600
 _UNKNOWN = "unknown-"
 _OWN = {_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", _RESERVE, *_SUBFOLDERS, "models"}  # models: `models_folder`
-_RESERVED_BYTES = 1 << 20
-_READ_BYTES = 1 << 20
-_MAX_NAMES = 10  # in a log line
 
 
 class DataFolder:
@@ -222,8 +218,8 @@ class DataFolder:
             raise
 
     async def delete_file(self, file_id: str, viewer: str | None = None) -> None:
-        """Deletes a file, even if cancelled. `viewer`: as in `BatchStore`. Raises `NotFound`, and `Conflict` if an open
-        batch reads the file."""
+        """Deletes a file, even if cancelled. `viewer`: the owner that asks; None: anyone. Raises `NotFound`, and
+        `Conflict` if an open batch reads the file."""
         await asyncio.to_thread(self._delete_file, file_id, viewer)
 
     def _delete_file(self, file_id: str, viewer: str | None) -> None:
@@ -311,12 +307,12 @@ class _Reserve:
             if self._path.exists() and not self._path.is_file():
                 return
             with open(self._path, "ab", buffering=0, opener=_open_private) as file:
-                if missing := max(0, _RESERVED_BYTES - file.tell()):
+                if missing := max(0, (1 << 20) - file.tell()):
                     file.write(os.urandom(missing))  # some file systems take no space for zeros
 
 
 def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, _PRIVATE_FILE)
+    return os.open(path, flags, 0o600)
 
 
 def _contents(folder: Path) -> list[str]:
@@ -353,7 +349,7 @@ def _check_upload(content: Path, size: int, sha256: str | None) -> None:
                 raise InputChanged(f"has {found} bytes instead of the uploaded {size}")
             # hashlib.file_digest: from Python 3.11
             digest = hashlib.sha256()
-            while sha256 and (data := file.read(_READ_BYTES)):
+            while sha256 and (data := file.read(1 << 20)):
                 digest.update(data)
     except OSError as error:
         raise unreadable_file(content, error) from error
@@ -363,7 +359,7 @@ def _check_upload(content: Path, size: int, sha256: str | None) -> None:
 
 def _first(names: Sequence[str]) -> str:
     """The first names, for a log line."""
-    return ", ".join(names[:_MAX_NAMES]) + (" ..." if len(names) > _MAX_NAMES else "")
+    return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
 
 
 @contextlib.contextmanager

@@ -20,13 +20,11 @@ from cppbatch.jobs.batches.store import BatchStore, Page
 
 log = logging.getLogger("cppbatch.jobs")
 
-_EXPIRY_CHECK_S = 60.0
-
 
 class BatchManager:
     """All batches of a data folder. For one event loop. Raises `StorageError` if something cannot be written.
 
-    `viewer`: as in `BatchStore`.
+    `viewer`: only batches of this owner, and those without an owner, are visible; None: all are.
     """
 
     def __init__(self, data: DataFolder, urls: Collection[str]) -> None:
@@ -63,8 +61,8 @@ class BatchManager:
     ) -> Batch:
         """Creates a batch for `model`, the loaded model.
 
-        `output_lifetime_s`: seconds after which its results are deleted. `owner`, `key`: as in `BatchRecord`; None if
-        the server does not use keys. Raises `InvalidRequest`.
+        `output_lifetime_s`: seconds after which its results are deleted. `owner`, `key`: the owner and the rules of the
+        API key that creates it; None if the server does not use keys. Raises `InvalidRequest`.
         """
         if endpoint not in self._urls:
             raise InvalidRequest("endpoint", f"is {endpoint[:80]!r}; it must be one of {', '.join(self._urls)}")
@@ -164,7 +162,7 @@ class BatchManager:
                 await self.data.delete_expired(int(time.time()))
             except StorageError as error:
                 log.error("could not delete expired files: %s", error)
-            await asyncio.sleep(_EXPIRY_CHECK_S)
+            await asyncio.sleep(60.0)
 
     async def stop(self) -> None:
         """Stops all batches; the next start resumes them. Requests about batches still work."""

@@ -23,7 +23,6 @@ FINAL_STATUSES: tuple[BatchStatus, ...] = ("completed", "expired", "cancelled", 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _COMPLETION_WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
-_MAX_WINDOW_S = 366 * 86400
 _MAX_PAIRS, _MAX_KEY_LENGTH, _MAX_VALUE_LENGTH = 16, 64, 512
 
 
@@ -170,7 +169,7 @@ def completion_window_seconds(window: str) -> int:
     """The length of a completion window such as "24h". Raises `InvalidRequest`."""
     found = _COMPLETION_WINDOW.fullmatch(window)
     seconds = int(found[1]) * _UNITS[found[2]] if found else 0
-    if not 0 < seconds <= _MAX_WINDOW_S:
+    if not 0 < seconds <= 366 * 86400:
         raise InvalidRequest(
             "completion_window",
             f"is {window[:40]!r}; it must be an integer followed by s, m, h or d, for example 24h, up to 366d",

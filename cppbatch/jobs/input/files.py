@@ -8,27 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import IO, NamedTuple
 
-from cppbatch.errors import ConfigError, UnreadableFile
+from cppbatch.errors import ConfigError, UnreadableFile, name_first
 from cppbatch.extras import require
-from cppbatch.jobs.input.format import (
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineError,
-    RequestBuilder,
-    check_text,
-    is_unicode,
-    unreadable_file,
-)
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, is_unicode, unreadable_file
+from cppbatch.jobs.input.request_builder import LineError, RequestBuilder, check_text
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.pdf_text import MAX_PDF_BYTES, PDF_HEADER, pdf_text
 from cppbatch.regular_files import open_regular
 
-_START_BYTES = 4096
-"""Read of each file to tell whether it is text."""
 _MAX_ZIP_BYTES = 1 << 30
 """The limit for all files of a zip file together, unpacked."""
 _MAX_FILES = 1 << 20
-_MAX_SKIPPED_SHOWN = 8
 
 
 class Skipped(NamedTuple):
@@ -156,7 +146,7 @@ def _reason_to_skip(files: FileSet, name: str) -> str:
         return "its name is not a relative path in UTF-8"
     if not files.is_regular(name):
         return "not a regular file"
-    start = files.read(name, _START_BYTES)
+    start = files.read(name, 4096)  # to tell whether it is text
     if start.startswith(PDF_HEADER):
         try:
             require("pypdf", "a PDF file")
@@ -209,9 +199,8 @@ def find_inputs(paths: Sequence[Path], say: Callable[[str], None]) -> tuple[Path
 
 def skipped_line(skipped: Sequence[Skipped]) -> str:
     """The files that are skipped, in one sentence."""
-    shown = ", ".join(f"{name} ({reason})" for name, reason in skipped[:_MAX_SKIPPED_SHOWN])
-    more = f" and {len(skipped) - _MAX_SKIPPED_SHOWN} more" if len(skipped) > _MAX_SKIPPED_SHOWN else ""
-    return f"skipped {len(skipped)} file{'s' * (len(skipped) > 1)}: {shown}{more}"
+    shown = name_first([f"{name} ({reason})" for name, reason in skipped], 8)
+    return f"skipped {len(skipped)} file{'s' * (len(skipped) > 1)}: {shown}"
 
 
 class FilesInput:

@@ -17,15 +17,12 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import NotJsonLines
-from cppbatch.jobs.input.format import (
-    MAX_LINE_BYTES,
-    InputFormat,
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, LineReader, describe_non_text
+from cppbatch.jobs.input.request_builder import (
     LineError,
-    LineReader,
     RequestBuilder,
     check_custom_id,
     default_custom_id,
-    describe_non_text,
     row_id,
     short_repr,
 )

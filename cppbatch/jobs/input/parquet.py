@@ -7,23 +7,10 @@ from typing import Any
 
 from cppbatch.errors import ConfigError
 from cppbatch.extras import require
-from cppbatch.jobs.input.format import (
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineError,
-    RequestBuilder,
-    TableColumns,
-    table_columns,
-    unreadable_file,
-)
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, TableColumns, table_columns, unreadable_file
+from cppbatch.jobs.input.request_builder import LineError, RequestBuilder
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.regular_files import open_regular
-
-_BATCH_BYTES = 4 << 20
-_MAX_BATCH_ROWS = 1024
-_BUFFER_BYTES = 1 << 20
-"""Bytes of a column read at once. Without a buffer size, or with pre_buffer, pyarrow reads the whole column of a row
-group."""
 
 
 class ParquetInput:
@@ -41,8 +28,9 @@ class ParquetInput:
         except (OSError, ValueError) as error:
             raise unreadable_file(input_format.path, error) from None
         try:
+            # Without a buffer size, or with pre_buffer, pyarrow reads the whole column of a row group.
             self._parquet = parquet.ParquetFile(
-                file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+                file, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
             )
         except self._errors as error:
             file.close()
@@ -136,7 +124,7 @@ class ParquetInput:
         """
         metadata = self._parquet.metadata
         size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-        return int(min(max(1, _BATCH_BYTES * self._n_rows / max(1, size)), _MAX_BATCH_ROWS))
+        return int(min(max(1, (4 << 20) * self._n_rows / max(1, size)), 1024))
 
     def _invalid_file(self, error: object, n_rows: int = 0) -> ConfigError:
         where = f" after {n_rows} rows" if n_rows else ""

@@ -11,14 +11,10 @@ from typing import Protocol
 import numpy as np
 
 from cppbatch.jobs.input.files import FilesInput
-from cppbatch.jobs.input.format import (
-    InputFormat,
-    LineError,
-    RequestBuilder,
-    row_id,
-)
+from cppbatch.jobs.input.format import InputFormat
 from cppbatch.jobs.input.lines import LineInput, parse_json_line, parse_text_line
 from cppbatch.jobs.input.parquet import ParquetInput
+from cppbatch.jobs.input.request_builder import LineError, RequestBuilder, row_id
 from cppbatch.jobs.input.tables import CsvInput
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 

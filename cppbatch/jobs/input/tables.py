@@ -8,22 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.input.format import (
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineError,
-    LineReader,
-    RequestBuilder,
-    check_text,
-    describe_non_text,
-    table_columns,
-)
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, LineReader, describe_non_text, table_columns
+from cppbatch.jobs.input.request_builder import LineError, RequestBuilder, check_text
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
-
-_INITIAL_REREAD_BYTES = 16 << 20
-_REREAD_BYTES_PER_BYTE = 4
-_MAX_LINES_PER_RECORD = 1 << 18
-"""A limit is necessary because short lines take far more memory than their bytes."""
 
 _SEPARATOR_LINE = re.compile(r'"?sep=([^\s"\0]|\t)"?\s*', re.IGNORECASE)
 """The first line of some CSV files of Excel."""
@@ -142,7 +129,7 @@ class _RecordReader:
     def __init__(self, lines: LineReader) -> None:
         self._lines = iter(lines)
         self._pushed_back: deque[tuple[int, bytes]] = deque()
-        self._reread_bytes_left = _INITIAL_REREAD_BYTES
+        self._reread_bytes_left = 16 << 20
         self._record: list[tuple[int, bytes]] = []
         self._record_bytes = 0
 
@@ -154,10 +141,11 @@ class _RecordReader:
             number, line = self._pushed_back.popleft()
         else:
             number, line = next(self._lines)
-            self._reread_bytes_left += _REREAD_BYTES_PER_BYTE * len(line)
+            self._reread_bytes_left += 4 * len(line)
         self._record.append((number, line))
         self._record_bytes += len(line)
-        if self._record_bytes > MAX_LINE_BYTES or len(self._record) > _MAX_LINES_PER_RECORD:
+        # The number of lines is limited because short lines take far more memory than their bytes.
+        if self._record_bytes > MAX_LINE_BYTES or len(self._record) > 1 << 18:
             raise _RecordTooLong
         return line.decode(errors="surrogateescape")
 

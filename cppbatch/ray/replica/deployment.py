@@ -18,7 +18,6 @@ from ray.serve.schema import LoggingConfig
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.prefix_router import Prefix, PrefixRouter
 from cppbatch.config import EngineConfig
-from cppbatch.engine.params import INT32_MAX
 from cppbatch.errors import CppBatchError
 from cppbatch.ray.replica.engine import ReplicaEngine
 from cppbatch.ray.replica.options import model_on_this_node
@@ -30,15 +29,15 @@ from cppbatch.ray.replica.serve_replicas import (
     remove_errors,
     remove_report,
 )
+from cppbatch.ray.replica.set import LEASE_PERIOD_S
+from cppbatch.setting import INT32_MAX
 from cppbatch.sizing.fit_again import refit
-
-_UNLIMITED = 2**31 - 1
 
 
 def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **options: Any) -> serve.Application:
     """The application for `serve.run(..., route_prefix=None)`.
 
-    `options`: of the deployment, as in `serve.deployment`: num_replicas, autoscaling_config, ray_actor_options ...
+    `options`: those of `serve.deployment`: num_replicas, autoscaling_config, ray_actor_options ...
     Serve does not limit the requests of a replica (`max_ongoing_requests`): `RayEngine` limits the queue, the engine
     orders it by priority, and `cancel` calls must not wait.
     """
@@ -48,7 +47,7 @@ def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **o
     deployment = serve.deployment(
         EngineReplica,
         name=DEPLOYMENT,
-        max_ongoing_requests=_UNLIMITED,
+        max_ongoing_requests=INT32_MAX,
         request_router_config=routing,
         logging_config=LoggingConfig(enable_access_log=False),  # the front has an access log
     )
@@ -60,9 +59,6 @@ def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **o
 
 
 log = logging.getLogger("cppbatch.ray")
-
-_REPORT_PERIOD_S = 0.5
-_LEASE_PERIOD_S = 4.0
 
 
 class EngineReplica(ReplicaEngine):
@@ -90,7 +86,7 @@ class EngineReplica(ReplicaEngine):
         """Ends the requests of fronts that were killed."""
         watch = LeaseWatch()
         while True:
-            await asyncio.sleep(_LEASE_PERIOD_S)
+            await asyncio.sleep(LEASE_PERIOD_S)
             try:
                 expired = await asyncio.to_thread(watch.find_expired, self.fronts)
             except Exception as error:
@@ -111,7 +107,7 @@ async def _load(config: EngineConfig, name: str, application: str, *, step_timeo
     engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout, refit=refit(unlimited))
     try:
         loading = asyncio.ensure_future(engine.loaded())
-        while not (await asyncio.wait([loading], timeout=_REPORT_PERIOD_S))[0]:
+        while not (await asyncio.wait([loading], timeout=0.5))[0]:
             await asyncio.to_thread(put_report, application, name, LoadReport(progress=engine.health().progress))
         loading.result()
     except BaseException:
@@ -122,9 +118,6 @@ async def _load(config: EngineConfig, name: str, application: str, *, step_timeo
 
 # --- request router --------------------------------------------------------------------------------------------------
 # Ray Serve's request router, with the rule of `cluster/prefix_router.py`.
-
-
-_UNSENT_S = 10.0  # a request that was not sent within this time was cancelled
 
 
 class _Choice(NamedTuple):
@@ -205,7 +198,8 @@ class PrefixRequestRouter(RequestRouter):
     def _drop_unsent(self) -> None:
         """Drops requests that were cancelled before they were sent: Serve does not report them."""
         now = time.monotonic()
-        late = [name for name, choice in self._choices.items() if not choice.is_sent and now > choice.at + _UNSENT_S]
+        # a request that was not sent within 10 s was cancelled
+        late = [name for name, choice in self._choices.items() if not choice.is_sent and now > choice.at + 10.0]
         for request_id in late:
             self._forget_request(request_id)
 

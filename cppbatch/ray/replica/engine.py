@@ -27,8 +27,6 @@ from cppbatch.ray.messages import (
 
 log = logging.getLogger("cppbatch.ray")
 
-_MAX_IDLE_GROUPS = 256  # of fronts that have ended or have lost the group
-
 
 class ReplicaEngine:
     """Runs the requests of all fronts in one engine. Its methods take and return MessagePack (`messages`), because Ray
@@ -54,7 +52,8 @@ class ReplicaEngine:
         key = front, epoch
         group = self._groups.pop(key, None) or StreamGroup(self._name, f"{front}.{epoch}")
         self._groups[key] = group
-        for idle in [key for key, other in self._groups.items() if other.is_idle][:-_MAX_IDLE_GROUPS]:
+        # idle groups belong to fronts that have ended or have lost the group
+        for idle in [key for key, other in self._groups.items() if other.is_idle][:-256]:
             del self._groups[idle]
         return group
 
@@ -110,10 +109,6 @@ class ReplicaEngine:
         health = self._engine.health()
         if health.status in ("failed", "closed"):
             raise CppBatchError(f"the engine has {health.status}: {health.error}")
-
-
-# --- stream group ----------------------------------------------------------------------------------------------------
-# The streams that a replica has open for one front. One of them carries the events of all.
 
 
 class _Stream:

@@ -16,11 +16,6 @@ from cppbatch.ray.cluster import Node
 
 MAX_REPLICAS = 1024
 
-_LOOK_BACK_S = 12.0  # Serve scales by the mean load of this period; it warns below 10
-_UPSCALE_DELAY_S = 3.0
-_DRAIN_S = 60.0  # after that, the requests of a stopping replica continue in another one
-_CONSTRUCTOR_RETRIES = 2  # in total for all replicas of a new deployment, before it fails
-
 
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the Serve deployment. Raises `ConfigError` for values out of range."""
@@ -59,9 +54,10 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
         """
         options: dict[str, Any] = {
             "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus},
-            "graceful_shutdown_timeout_s": _DRAIN_S,
+            # then the requests of a stopping replica continue in another one
+            "graceful_shutdown_timeout_s": 60.0,
             "graceful_shutdown_wait_loop_s": 1.0,
-            "max_constructor_retry_count": _CONSTRUCTOR_RETRIES,
+            "max_constructor_retry_count": 2,  # in total for all replicas of a new deployment
         }
         if not self.is_autoscaled:
             return options | {"num_replicas": self.min_replicas}
@@ -71,8 +67,8 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "max_replicas": self.max_replicas,
                 "initial_replicas": self.min_replicas,
                 "target_ongoing_requests": config.n_parallel,
-                "look_back_period_s": _LOOK_BACK_S,
-                "upscale_delay_s": _UPSCALE_DELAY_S,
+                "look_back_period_s": 12.0,  # Serve warns below 10
+                "upscale_delay_s": 3.0,
                 "downscale_delay_s": self.downscale_delay,
             }
         }
@@ -139,10 +135,6 @@ def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | Non
         f"a replica needs {needs} on one machine, but no machine of the Ray cluster has that ({have}). Lower -t, or "
         "add a larger machine with `ray start --address=...`; the replicas start as soon as it joins"
     )
-
-
-# --- node model ------------------------------------------------------------------------------------------------------
-# The model file on the node of a replica: nodes may keep it in different folders.
 
 
 def model_on_this_node(path: str) -> str:

@@ -17,14 +17,12 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from cppbatch.cluster.prefix_router import Prefix
-from cppbatch.ray.replica.set import ReplicaLost, ReplicaSetStatus
+from cppbatch.ray.replica.set import LEASE_PERIOD_S, ReplicaLost, ReplicaSetStatus
 
 Result = TypeVar("Result")
 
 DEPLOYMENT = "engine"
 """The name of the Serve deployment whose replicas are `EngineReplica`s."""
-
-_REPORT_TIMEOUT_S = 2.0
 
 
 class ServeReplicas:
@@ -70,7 +68,7 @@ class ServeReplicas:
     async def _broadcast(self, method: str, *args: Any) -> list[Any]:
         try:
             answers: list[Any] = await self._handle.broadcast(method, *args).results_async(
-                timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True
+                timeout_s=2.0, return_exceptions=True
             )
         except (TimeoutError, DeploymentUnavailableError):
             return []
@@ -128,7 +126,6 @@ async def _result_of(call: Awaitable[Result]) -> Result:
 
 
 _LEASES = "cppbatch-fronts"
-_LEASE_S = 20.0
 
 
 def renew_lease(front: str) -> None:
@@ -155,7 +152,7 @@ class LeaseWatch:
             lease = internal_kv._internal_kv_get(front, namespace=_LEASES)
             if front not in self._seen or self._seen[front][0] != lease:
                 self._seen[front] = lease, now
-        return {front for front, (_, since) in self._seen.items() if now > since + _LEASE_S}
+        return {front for front, (_, since) in self._seen.items() if now > since + 5 * LEASE_PERIOD_S}
 
 
 # --- load reports ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ import msgspec
 
 from cppbatch.cluster.prefix_router import Prefix
 
+LEASE_PERIOD_S = 4.0
+"""Between two renewals of a front's lease, which is lost after five of them."""
+
 
 class ReplicaLost(Exception):
     """The replica of a call has died or cannot be reached. The message gives the reason."""

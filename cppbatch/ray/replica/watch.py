@@ -13,9 +13,6 @@ import msgspec
 
 log = logging.getLogger("cppbatch.ray")
 
-_PERIOD_S = 1.0
-_PLACEMENT_S = 10.0  # if its CPUs are free, Ray places a replica within a second
-
 
 class SeenReplica(msgspec.Struct, frozen=True):
     """A replica in the view of Ray Serve's controller."""
@@ -56,7 +53,7 @@ class ReplicaChanges:
         waiting = [name for name, each in self._seen.items() if each.state == "starting" and each.pid is None]
         self._unplaced_since = {name: self._unplaced_since.get(name, now) for name in waiting}
         for name, since in self._unplaced_since.items():
-            if now - since >= _PLACEMENT_S:
+            if now - since >= 10.0:  # if its CPUs are free, Ray places a replica within a second
                 self._unplaced_since[name] = float("inf")  # reported once
                 yield f"replica {name} is waiting for resources: {resources}"
 
@@ -76,7 +73,7 @@ def watch_replicas(application: str, deployment: str) -> Iterator[None]:
 
 def _watch(application: str, deployment: str, stopped: threading.Event) -> None:
     changes = ReplicaChanges()
-    while not stopped.wait(_PERIOD_S):
+    while not stopped.wait(1.0):
         try:
             details = deployment_details(application, deployment)
             if details is None:
@@ -105,10 +102,6 @@ def _resources(details: object) -> str:
         if needed.get(name)
     ]
     return f"it needs {' and '.join(parts)} on one machine"
-
-
-# --- serve details ---------------------------------------------------------------------------------------------------
-# Ray Serve's view of a deployment: its replicas with their state, process and machine.
 
 
 def deployment_details(application: str, deployment: str) -> Any:

@@ -9,8 +9,6 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 
-# --- chat completions and responses ---------------------------------------------------------------------------------
-
 
 class ChatTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """One of the most likely tokens at a position."""

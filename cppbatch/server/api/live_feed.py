@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 log = logging.getLogger("cppbatch.server")
 
 INTERVAL_S = 0.2
-HEARTBEAT_S = 15.0
 
 Snapshot = TypeVar("Snapshot")
 
@@ -25,7 +24,7 @@ class LiveFeed(Generic[Snapshot]):
         *,
         on_stop: Callable[[], object] = lambda: None,
         interval: float = INTERVAL_S,
-        heartbeat: float = HEARTBEAT_S,
+        heartbeat: float = 15.0,
     ) -> None:
         """`make` returns a snapshot, and whether it contains changes: otherwise only new readers get it. `on_stop` is
         called when the last reader has left."""

@@ -12,13 +12,14 @@ import msgspec
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.errors import ConfigError
 from cppbatch.server.auth.rules import ApiKey, api_key
+from cppbatch.setting import INT32_MAX
 from cppbatch.typed_json import decode_toml
 
 _LOWEST, _HIGHEST = OPTION_RANGES["priority"]
 _NAME = r"^[A-Za-z0-9._@-]{1,64}$"
 
 Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=INT32_MAX)]
 Table = TypeVar("Table", bound=msgspec.Struct)
 
 

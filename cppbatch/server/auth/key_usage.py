@@ -15,8 +15,6 @@ from cppbatch.server.auth.rates import RateState, RequestRates
 from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.http.api_errors import RateLimited, is_anthropic
 
-_PAUSE_S = 0.05  # until a batch line retries to get a slot of its key
-
 
 class KeyUsage:
     """The slots of all clients, and the rates of their keys."""
@@ -53,7 +51,7 @@ class KeyUsage:
     def _take_for_line(self, rules: KeyRules) -> float:
         """Takes a slot and a request of the rate. Returns 0, or the seconds after which to retry."""
         if rules.max_concurrent and not self._slots.take_for_batch(rules.id, rules.max_concurrent):
-            return _PAUSE_S
+            return 0.05
         if rules.requests_per_minute:
             taken, state = self._rates.take_for_batch(rules.id, rules.requests_per_minute)
             if not taken:

@@ -55,10 +55,6 @@ def _keys_of(request: web.Request) -> list[str]:
     return [*([token.strip()] if scheme.lower() == "bearer" else []), *([alone] if alone is not None else [])]
 
 
-# --- request slots ---------------------------------------------------------------------------------------------------
-# The number of requests in progress, in total and per client.
-
-
 class Slots:
     """Counts the requests in progress, in total and per client."""
 

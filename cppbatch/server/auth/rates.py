@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-_MINUTE = 60.0
-
 
 class RateState(NamedTuple):
     """The rate limit state of a key."""
@@ -38,7 +36,7 @@ class RequestRates:
         return self._take(key, per_minute, reserve=min(per_minute / 2, per_minute - 1))
 
     def _take(self, key: str, per_minute: int, *, reserve: float) -> tuple[bool, RateState]:
-        now, interval = self._clock(), _MINUTE / per_minute
+        now, interval = self._clock(), 60.0 / per_minute
         reset = max(0.0, self._full_at.get(key, now) - now)
         wait = reset + (1 + reserve - per_minute) * interval
         taken = wait <= 1e-9

@@ -110,10 +110,6 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-# --- api keys --------------------------------------------------------------------------------------------------------
-# API keys, and the rules of each.
-
-
 _USABLE = re.compile(r"[\x21-\x7e]+")  # characters that a header can contain unescaped
 _LABEL_LENGTH, _ID_LENGTH = 8, 32
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
-from cppbatch.engine.params import GRAMMARS, INT32_MAX, KINDS, RANGES, SWITCHES, SamplingParams
+from cppbatch.engine.params import GRAMMARS, KINDS, RANGES, SWITCHES, SamplingParams
 from cppbatch.engine.request import GenerationRequest, UsageEvents, n_candidates
 from cppbatch.errors import InvalidRequest, client_names
 from cppbatch.server.fields.structured import CONSTRAINTS, StructuredFields
 from cppbatch.server.http.limits import MAX_CHOICES
+from cppbatch.setting import INT32_MAX
 
 _SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "standard_only")
 

@@ -26,7 +26,6 @@ IGNORED = web.RequestKey("ignored_fields", tuple)
 
 _MOST_LISTED, _LONGEST_NAME = 20, 64
 _MOST_UNKNOWN = 100
-_SIMILAR = 0.85  # difflib's ratio
 
 
 class _Refused(NamedTuple):
@@ -244,7 +243,7 @@ def _similar(squeezed: str, known: Set[str]) -> str | None:
     names = {_squeeze_known(name): name for name in sorted(known)}
     if squeezed in names:
         return names[squeezed]
-    found = difflib.get_close_matches(squeezed[:_LONGEST_NAME], names, n=1, cutoff=_SIMILAR)
+    found = difflib.get_close_matches(squeezed[:_LONGEST_NAME], names, n=1, cutoff=0.85)
     return names[found[0]] if found else None
 
 

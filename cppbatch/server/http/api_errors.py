@@ -215,7 +215,6 @@ class OllamaErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OLLAMA_PATHS = "/api/"
-_LONGEST_GUESSED = 100  # maximum length of an unknown path to compare with existing ones
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_VERSION = "anthropic-version"
 _ANTHROPIC_TYPES = {
@@ -309,7 +308,8 @@ def _remedy(request: web.Request, error: Exception) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"use {' or '.join(sorted(error.allowed_methods))}"
     paths = {resource.canonical for resource in request.app.router.resources()}
-    if len(request.path) < _LONGEST_GUESSED and (near := get_close_matches(request.path, sorted(paths), 1, 0.7)):
+    # only a short path is compared with existing ones
+    if len(request.path) < 100 and (near := get_close_matches(request.path, sorted(paths), 1, 0.7)):
         return f"did you mean {near[0]}?"
     return "see /openapi.json for the available paths"
 

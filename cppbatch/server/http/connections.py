@@ -32,7 +32,6 @@ _PARSE_SECONDS = 0.0005
 """Target time for parsing the data of one read, during which all other connections wait."""
 _FIRST_READ, _MIN_READ, _MAX_READ = 1 << 14, 1 << 9, 1 << 18  # bytes read at once: at first, and the range
 _MAX_CONNECTIONS = 8192
-_OTHER_FILES = 200  # reserved file descriptors: the model, the log, connections being accepted or closed
 
 
 class Connections:
@@ -307,10 +306,10 @@ def max_connections() -> int:
         log.debug("the limit of open files stays at %d: %s", soft, error)
     if soft == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
-    return max(1, min(_MAX_CONNECTIONS, soft - _OTHER_FILES))
+    # 200 file descriptors are reserved: the model, the log, connections being accepted or closed
+    return max(1, min(_MAX_CONNECTIONS, soft - 200))
 
 
-# --- peer probe ------------------------------------------------------------------------------------------------------
 # Finds out whether a client that has closed its sending side still reads (`nc -N`, some proxies), or is gone.
 #
 # TCP does not distinguish the two: the client will send nothing more. But data sent to a client that is gone is
@@ -320,8 +319,6 @@ def max_connections() -> int:
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0  # seconds; each pause is twice the one before
-_OLD_HTTP_SECONDS = 0.5
-"""The time limit for an HTTP/1.0 response to start."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -348,7 +345,7 @@ class PeerProbe:
         if request and not request.writer.output_size:
             if request.version >= HttpVersion11:
                 self._transport.write(_CONTINUE)
-            elif self._loop.time() - self._began > _OLD_HTTP_SECONDS:
+            elif self._loop.time() - self._began > 0.5:
                 return self._is_gone("its HTTP/1.0 client closed its sending side and may have disconnected")
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._next = self._loop.call_later(self._pause, self._probe)

@@ -101,7 +101,6 @@ def _is_public(address: Address) -> bool:
 # The names of this machine and its server.
 
 
-_LOOKUP_SECONDS = 1.0
 _FROM_CONTAINERS = ("host.docker.internal", "host.containers.internal")
 """Docker's and Podman's names for this machine in its containers. No internet site has a name below .internal."""
 
@@ -116,7 +115,7 @@ def names_of(addresses: Iterable[str]) -> tuple[str, ...]:
         names += [host, first, f"{first}.local"]
         looking = threading.Thread(target=lambda: names.append(socket.getfqdn(host)), daemon=True)
         looking.start()
-        looking.join(_LOOKUP_SECONDS)  # takes longer if no name server answers
+        looking.join(1.0)  # takes longer if no name server answers
     return tuple(sorted({name for name in map(str.lower, names) if HOST_NAME.fullmatch(name)}))
 
 

@@ -6,11 +6,9 @@ import msgspec
 
 from cppbatch.engine.params import UNLIMITED
 from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.setting import INT32_MAX
 
 MAX_CHOICES = 128
-
-_MAX = 2**31 - 1
-_MAX_PROMPTS = 65_536
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,12 +43,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         self._check("max_media", 0, 1024)
         self._check("max_media_mb", 1, 4096)
         self._check("max_n", 1, MAX_CHOICES)
-        self._check("max_prompts_per_batch", 1, _MAX_PROMPTS)
-        self._check("max_concurrent", 0, _MAX)
-        self._check("max_concurrent_per_key", 0, _MAX)
+        self._check("max_prompts_per_batch", 1, 65_536)
+        self._check("max_concurrent", 0, INT32_MAX)
+        self._check("max_concurrent_per_key", 0, INT32_MAX)
         self._check("idle_timeout", 0.1, 86400)
         if self.max_tokens is not None:
-            self._check("max_tokens", 1, _MAX)
+            self._check("max_tokens", 1, INT32_MAX)
         if self.request_timeout is not None:
             self._check("request_timeout", 0.1, 86400)
 

@@ -22,8 +22,7 @@ from cppbatch.server.settings import ServerSettings
 log = logging.getLogger("cppbatch.models")
 
 FILE_NAME = "created-models.json"
-_MOST = 1000
-_MOST_BYTES = 64 << 20
+_MAX_MODELS = 1000
 
 
 class CreatedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,7 +56,7 @@ class CreatedModels:
             return
         try:
             with open_regular(self._path) as file:
-                self._models = msgspec.json.decode(file.read(_MOST_BYTES), type=dict[str, CreatedModel])
+                self._models = msgspec.json.decode(file.read(64 << 20), type=dict[str, CreatedModel])
         except (OSError, ValueError, msgspec.DecodeError) as error:
             self._fault = str(error)
             log.warning("%s cannot be read, so its models are not served: %s", self._path, error)
@@ -72,8 +71,8 @@ class CreatedModels:
     def add(self, name: str, model: CreatedModel) -> None:
         """Adds or replaces a model. Raises as `remove`."""
         with self._changing:
-            if name not in self._models and len(self._models) >= _MOST:
-                raise ConfigError(f"{self._path} has {_MOST} models, the most; delete some of them")
+            if name not in self._models and len(self._models) >= _MAX_MODELS:
+                raise ConfigError(f"{self._path} has {_MAX_MODELS} models, the most; delete some of them")
             self._write({**self._models, name: model})
 
     def remove(self, name: str) -> None:

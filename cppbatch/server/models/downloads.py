@@ -12,8 +12,6 @@ from cppbatch.errors import CppBatchError, ModelLoadFailed
 
 log = logging.getLogger("cppbatch.models")
 
-_PAUSE_S = 1.0  # of a client, after a failure
-
 
 class Downloads:
     """Must be created in a running event loop."""
@@ -47,7 +45,7 @@ class Downloads:
             self.errors[name] = str(error)
             log.error("%s could not be downloaded: %s. The next request retries", name, error)
             text = f"model {name!r} could not be downloaded: {error}"
-            raise ModelLoadFailed(text, retry_after=_PAUSE_S) from error
+            raise ModelLoadFailed(text, retry_after=1.0) from error
         finally:
             del self._running[name]
 

@@ -18,8 +18,9 @@ from cppbatch.models.check import check_model
 from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.attention import plan_attention
 from cppbatch.sizing.fit_again import refit
+from cppbatch.sizing.memory_check import memory_shortage
 from cppbatch.sizing.profile import use_profile
-from cppbatch.sizing.sizes import LoadedSizes, candidates_for, first_beside, memory_shortage
+from cppbatch.sizing.sizes import LoadedSizes, candidates_for, first_beside
 
 log = logging.getLogger("cppbatch.models")
 

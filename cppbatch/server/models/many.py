@@ -464,10 +464,6 @@ class ManyModels(ServedModels):
         await self.pool.close()
 
 
-# --- model metrics ---------------------------------------------------------------------------------------------------
-# Metrics of a multi-model server: loaded models, numbers of loads and unloads, waiting requests.
-
-
 _STATES: tuple[ModelState, ...] = get_args(ModelState)
 _REASONS: tuple[UnloadReason, ...] = get_args(UnloadReason)
 

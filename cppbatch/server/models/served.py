@@ -442,10 +442,6 @@ def _keep() -> None:
 MODELS = web.AppKey("models", ServedModels)
 
 
-# --- model choice ----------------------------------------------------------------------------------------------------
-# The lease for a request's model, selected by `model` in its body or query string.
-
-
 _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 

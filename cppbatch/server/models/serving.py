@@ -44,8 +44,6 @@ Prompt = str | list[int] | MediaPrompt
 
 _MAX_TOOLS = 1024  # OpenAI's API accepts 128
 _MAX_SEQUENCES = 1024
-_MIN_LENGTH_LIMIT = 1 << 20  # characters or token ids that are always accepted, whatever the model's context
-_MAX_CHARS_PER_TOKEN = 32  # more than any text has on average
 
 
 def new_id(prefix: str) -> str:
@@ -235,7 +233,8 @@ class Serving:
     @property
     def max_length(self) -> int:
         """The characters or token ids of a prompt that is tokenised for a response: enough for the context."""
-        return max(_MIN_LENGTH_LIMIT, _MAX_CHARS_PER_TOKEN * self.info.max_sequence)
+        # a Mi characters or token ids are always accepted; no text has 32 characters per token on average
+        return max(1 << 20, 32 * self.info.max_sequence)
 
     def check_length(self, field: str, n: int) -> None:
         """Raises `InvalidRequest` for a prompt of more than `max_length` characters or token ids."""

@@ -20,7 +20,6 @@ _ANTHROPIC_HEADER = "request-id"  # Anthropic's clients read this one
 _ID = web.RequestKey("request_id", str)
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _POLLED = frozenset({"/health", "/v1/health", "/ready"})  # by load balancers, every few seconds
-_CLIENT_CLOSED = 499  # nginx's status for requests whose client closed the connection; only in the log
 
 
 def request_id(request: web.Request) -> str:
@@ -48,7 +47,7 @@ async def access_middleware(request: web.Request, handler: Handler) -> web.Strea
         n_bytes = response.content_length  # None for a stream
         return response
     except (asyncio.CancelledError, ConnectionError):
-        status = _CLIENT_CLOSED
+        status = 499  # nginx's status for a client that closed the connection; only in the log
         raise
     finally:
         sent = request.writer.output_size if n_bytes is None else n_bytes

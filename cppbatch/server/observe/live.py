@@ -92,7 +92,6 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIRST_TOKEN_S, _INTER_TOKEN_S = 10.0, 1.0
-_MOST = 2048  # stored times
 
 
 class LiveTimes:
@@ -100,8 +99,8 @@ class LiveTimes:
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
-        self._first_token: deque[tuple[float, float]] = deque(maxlen=_MOST)
-        self._inter_token: deque[tuple[float, float]] = deque(maxlen=_MOST)
+        self._first_token: deque[tuple[float, float]] = deque(maxlen=2048)
+        self._inter_token: deque[tuple[float, float]] = deque(maxlen=2048)
 
     def add_first_token(self, now: float, seconds: float) -> None:
         """Adds a time to first token."""

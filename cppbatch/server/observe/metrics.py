@@ -233,8 +233,6 @@ def endpoint_of(request: web.Request) -> str:
     return resource.canonical if resource else "other"
 
 
-# --- families of metrics ----------------------------------------------------------------------------------------------
-
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 Samples = Iterable[tuple[Sequence[str], Any]]
 """The label values, and the metric's value."""

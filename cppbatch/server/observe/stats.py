@@ -14,8 +14,6 @@ from cppbatch.engine.request import RequestUsage
 from cppbatch.gpu_state import GpuState
 from cppbatch.statistic import counter
 
-_MAX_COMPLETIONS = 16_384  # stored for the last minute
-
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     """Median and 95th percentile; None without values."""
@@ -92,7 +90,7 @@ class RecentCompletions:
     """The times of the completions finished in the last minute."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._window: Window[RequestUsage] = Window(_MAX_COMPLETIONS, clock)
+        self._window: Window[RequestUsage] = Window(clock)
 
     def add(self, usage: RequestUsage) -> None:
         """Adds a completion that has just finished."""

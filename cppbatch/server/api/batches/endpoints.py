@@ -29,8 +29,6 @@ from cppbatch.typed_json import convert
 
 routes = Routes()
 
-_CHUNK_BYTES = 1 << 18
-
 
 class FileQuery(msgspec.Struct, frozen=True, kw_only=True):
     """The query string of `GET /v1/files`."""
@@ -143,7 +141,7 @@ async def get_file_content(request: web.Request) -> web.StreamResponse:
         response.content_length = n_left = stop - start
         await response.prepare(request)
         while request.method != hdrs.METH_HEAD and n_left:
-            chunk = await asyncio.to_thread(content.read, min(n_left, _CHUNK_BYTES))
+            chunk = await asyncio.to_thread(content.read, min(n_left, 1 << 18))
             if not chunk:
                 break
             n_left -= len(chunk)

@@ -162,7 +162,6 @@ class BatchRequestHandler:
 
 log = logging.getLogger("cppbatch.server")
 
-_LOAD_PATIENCE_S = 600.0  # memory may be short for some minutes
 _ENDPOINT = "/v1/batches"  # the metrics' endpoint label of the batches' requests
 
 
@@ -199,7 +198,7 @@ async def _start(app: web.Application) -> None:
             rules=rules,
             priority=BACKGROUND,
             default_model=models.default_in_batch(record.batch.model),
-            load_patience=_LOAD_PATIENCE_S,
+            load_patience=600.0,  # memory may be short for some minutes
             observe=observe,
         )
         return handler, KeyLineSlots(request_slots, usage, rules) if rules else request_slots

@@ -27,8 +27,6 @@ from cppbatch.server.process import ShowLoading, hide_loading, set_on_signals
 from cppbatch.server.run_requests import OnEvent, target_concurrency
 from cppbatch.server.settings import ServerSettings
 
-_STATS_INTERVAL_S = 0.5
-
 Chunk = Sequence[JobRequest | RejectedLine]
 
 
@@ -71,7 +69,7 @@ class OfflineJob:
                 self.n_running = (await client.stats()).running
             except EngineClosed:  # a worker is restarting; the job waits for it
                 self.n_running = 0
-            await asyncio.sleep(_STATS_INTERVAL_S)
+            await asyncio.sleep(0.5)
 
     def observe(self, _n_requests: int, _model: str) -> contextlib.AbstractContextManager[OnEvent]:
         """An `ObserveEvents` that counts tokens."""

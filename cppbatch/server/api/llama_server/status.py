@@ -411,10 +411,6 @@ async def unload_model(request: web.Request) -> web.Response:
 # `GET /models/sse`, as in llama-server's router.
 
 
-_POLL_S = 1.0
-_KEEP_ALIVE_S = 15.0
-
-
 class ModelEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a model has changed."""
 
@@ -439,7 +435,7 @@ async def model_events(request: web.Request) -> web.StreamResponse:
     await response.prepare(request)
     known, silent_since = {entry.name: model_status(entry) for entry in await models.entries(rules)}, monotonic()
     while not request.app[IN_FLIGHT].draining:
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(1.0)
         now = {entry.name: model_status(entry) for entry in await models.entries(rules)}
         events = [ModelEvent(model=name, event="model_remove") for name in known if name not in now]
         events += [
@@ -448,7 +444,7 @@ async def model_events(request: web.Request) -> web.StreamResponse:
             if known.get(name) != status
         ]
         lines = [b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events]
-        if not lines and monotonic() - silent_since > _KEEP_ALIVE_S:
+        if not lines and monotonic() - silent_since > 15.0:
             lines = [b": nothing has changed\n\n"]
         if lines:
             await response.write(b"".join(lines))

@@ -28,7 +28,6 @@ ERRORS: Json = {"error": OllamaErrorResponse, "unavailable": OllamaErrorResponse
 """The error type of all routes, for `Routes`."""
 STATUSES = (*GENERATION_ERRORS, 409)
 """The error statuses of routes that use the engine: 409 if the only model cannot be unloaded."""
-_NS = 1_000_000_000
 
 
 def timestamp(seconds: float | None = None) -> str:
@@ -39,7 +38,7 @@ def timestamp(seconds: float | None = None) -> str:
 
 def nanoseconds(seconds: float) -> int:
     """A duration as a whole number, 0 or more."""
-    return max(0, round(seconds * _NS))
+    return max(0, round(seconds * 1_000_000_000))
 
 
 # --- leases ---------------------------------------------------------------------------------------------------------

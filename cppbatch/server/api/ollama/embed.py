@@ -58,12 +58,10 @@ async def _resolve(serving: Serving, texts: list[str], field: str, most: int | N
     return pooling_requests(PoolingFields(), serving, "embd-", prompts, field)
 
 
-_SPECIAL = 4  # at most: tokens before and after a text
-
-
 async def _cut(serving: Serving, text: str, most: int) -> Prompt:
     """The text, or the first tokens of one that has more than `most`. A last token that ends texts remains."""
-    if len(text.encode()) + _SPECIAL <= most:  # a token has at least one byte
+    # a token has at least one byte, and at most 4 special ones are added
+    if len(text.encode()) + 4 <= most:
         return text
     tokens = [piece.id for piece in await serving.client.tokenize(text[: serving.max_length])]
     if len(tokens) <= most:

@@ -43,8 +43,6 @@ def plain_name(given: str) -> str:
 
 # --- options --------------------------------------------------------------------------------------------------------
 
-_UNLIMITED_BELOW = 1  # num_predict -1: no limit; -2: until the context is full, which is the same here
-
 
 class Options(SingleChoiceFields, kw_only=True):
     """`options`, and the request's fields for log-probabilities."""
@@ -91,7 +89,8 @@ def sampling_of(body: GenerationFields, serving: Serving) -> Options:
     _check_context(given.get("num_ctx"), serving)
     fields = {name: _whole(given[name]) for name in sorted(given.keys() & _KNOWN)}
     options = convert(fields, Options, "options")
-    if options.num_predict is not None and options.num_predict < _UNLIMITED_BELOW:
+    # num_predict -1: no limit; -2: until the context is full, which is the same here
+    if options.num_predict is not None and options.num_predict < 1:
         options = msgspec.structs.replace(options, num_predict=UNLIMITED)
     return msgspec.structs.replace(
         options,
@@ -117,11 +116,10 @@ def _check_context(wanted: Any, serving: Serving) -> None:
 
 
 _logged: set[str] = set()
-_MOST_LOGGED = 1000
 
 
 def _log_once(line: str) -> None:
-    if line not in _logged and len(_logged) < _MOST_LOGGED:
+    if line not in _logged and len(_logged) < 1000:
         _logged.add(line)
         log.warning("%s", line)
 

@@ -39,7 +39,6 @@ log = logging.getLogger("cppbatch.models")
 
 routes = Routes()
 
-_POLL_S = 0.3
 _STATUSES = (400, 401, 403, 404, 409, 413, 429, 503, 507)
 
 
@@ -271,7 +270,7 @@ async def _pull(models: ServedModels, model: HubModel, name: str) -> AsyncGenera
     n_shown = 0
     try:
         while not download.done():
-            await asyncio.wait([download], timeout=_POLL_S)
+            await asyncio.wait([download], timeout=0.3)
             n_whole = len(started) - (not download.done() or download.exception() is not None)
             for i, (file, n_bytes, before) in enumerate(started[n_shown:], n_shown):
                 done = n_bytes if i < n_whole else await asyncio.to_thread(bytes_so_far, model, folder) - before

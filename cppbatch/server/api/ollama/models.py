@@ -32,7 +32,6 @@ routes = Routes()
 
 API_VERSION = "0.24.0"
 """The version of Ollama whose API this is. Clients compare it with the first version that has what they need."""
-_FOREVER_S = 290 * 365 * 86_400  # as Ollama shows a model that is never unloaded
 
 
 class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,7 +253,8 @@ def _running(entry: ModelEntry) -> RunningModel | None:
     if listed is None or entry.info is None:
         return None
     size = entry.needs or listed.size
-    left = _FOREVER_S if entry.seconds_left is None else entry.seconds_left
+    # Ollama shows 290 years for a model that is never unloaded
+    left = 290 * 365 * 86_400 if entry.seconds_left is None else entry.seconds_left
     return RunningModel(
         name=listed.name,
         model=listed.model,

@@ -13,8 +13,6 @@ from cppbatch.server.models.serving import Json, ResolvedRequest, Serving
 
 log = logging.getLogger("cppbatch.server")
 
-_ROOM = 8  # at least this fraction of the context remains for the answer
-
 
 async def resolve_within_context(
     serving: Serving, turn: ChatTurn, sampling: Options, id_prefix: str, *, truncate: bool
@@ -23,7 +21,8 @@ async def resolve_within_context(
     context for the answer fit. System messages and the last message remain: a prompt that is still too long is
     refused."""
     resolved = await serving.resolve(turn, sampling, id_prefix)
-    most = serving.info.max_sequence - serving.info.max_sequence // _ROOM
+    # an eighth of the context remains for the answer
+    most = serving.info.max_sequence - serving.info.max_sequence // 8
     # A token has at least one byte.
     if not truncate or len(resolved.chat.prompt.encode()) + _n_media(turn) * most <= most:
         return resolved

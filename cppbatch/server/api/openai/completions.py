@@ -28,8 +28,6 @@ from cppbatch.server.models.serving import Prompt, ResolvedRequest, Serving, new
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default for `max_tokens` of completions; chat completions have no default."""
 
 routes = Routes()
 
@@ -121,7 +119,9 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 @generation(routes, "/v1/completions", CompletionRequest, CompletionResponse, in_batches=True)
 async def prepare_completion(
-    body: CompletionRequest, serving: Serving, default_max_tokens: int = _DEFAULT_MAX_TOKENS
+    body: CompletionRequest,
+    serving: Serving,
+    default_max_tokens: int = 16,  # OpenAI's; chat completions have no default
 ) -> CompletionBuilder:
     """Complete one or more prompts.
 

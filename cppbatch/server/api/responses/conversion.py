@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cppbatch.chat.chat_format import ChatTurn
-from cppbatch.chat.lark_grammar import INPUT
+from cppbatch.chat.escaped_lark import INPUT
 from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api.responses.tools import UsedTools
