@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
