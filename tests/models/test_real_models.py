@@ -47,7 +47,7 @@ def test_greedy_texts_in_a_batch_part_from_those_alone_only_where_two_tokens_are
     engine: BatchInferenceEngine,
 ) -> None:
     for prompt, ours in zip(PROMPTS * 2, engine.generate(PROMPTS * 2, GREEDY), strict=True):
-        assert gap_where_it_parts(engine.config.model_path, prompt, list(ours.tokens)) < TOP_TWO_TIE
+        assert gap_where_it_parts(Path(engine.config.model_path), prompt, list(ours.tokens)) < TOP_TWO_TIE
 
 
 def test_no_request_is_lost_when_the_cells_are_full(engine: BatchInferenceEngine) -> None:
