@@ -6,14 +6,16 @@ TCP signals the same to the server in both cases: no more data will come.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cppbatch import LocalEngine
+from cppbatch import GenerationEvent, GenerationRequest, LocalEngine
 from cppbatch.server.address import tls_context
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
@@ -30,6 +32,28 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SOON = 15  # seconds until the cells of a client that is gone are free: 0.3, and many for a busy machine
 
 engine = engine_of(HeldEngine, n_ctx=4096, prefix_cache=False)
+
+
+class HeldStreams(LocalEngine):
+    """Accepts requests, so that streams start, and holds their tokens until `go_on` is set, as a long prompt does."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.go_on, self.n_held = asyncio.Event(), 0
+
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        async with contextlib.aclosing(super().submit(request)) as events:
+            self.n_held += 1
+            try:
+                async for event in events:
+                    yield event
+                    if event.is_acceptance:
+                        await self.go_on.wait()
+            finally:
+                self.n_held -= 1
+
+
+streams = engine_of(HeldStreams, n_ctx=4096, prefix_cache=False)
 
 
 async def answered(listener: Listener, data: bytes, go_on: tuple[HeldEngine, float] | None = None) -> bytes:
@@ -69,6 +93,24 @@ async def test_it_gets_a_whole_stream(engine: HeldEngine) -> None:
         assert came.startswith(b"HTTP/1.1 200 ")
         assert CONTINUE not in came
         assert came.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_it_gets_a_whole_stream_whose_first_token_takes_long(streams: HeldStreams) -> None:
+    """The server probes it with leading zeros of the size of a chunk."""
+    async with listening(create_app(streams)) as listener:
+        reader, writer = await connect(listener)
+        writer.write(post_bytes("/v1/completions", {**SHORT, "stream": True}))
+        writer.write_eof()
+        await asyncio.sleep(1)
+        streams.go_on.set()
+        chunks = (await ended(reader)).partition(b"\r\n\r\n")[2]
+        assert chunks.startswith(b"00")
+        text = b""
+        while chunks:
+            size, _, rest = chunks.partition(b"\r\n")
+            text, chunks = text + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+        assert text.endswith(b"data: [DONE]\n\n")
+        writer.close()
 
 
 async def test_it_gets_every_answer_to_requests_sent_at_once(engine: HeldEngine) -> None:
@@ -129,6 +171,22 @@ async def test_a_disconnect_before_the_first_token_is_detected(
             assert engine.n_held == 1
         writer.close()
         await until(lambda: engine.n_held == 0, SOON)
+
+
+@pytest.mark.parametrize("half_closed_before", [False, True])
+async def test_a_disconnect_from_a_stream_before_its_first_token_is_detected(
+    streams: HeldStreams, half_closed_before: bool
+) -> None:
+    async with listening(create_app(streams)) as listener:
+        reader, writer = await connect(listener)
+        writer.write(post_bytes("/v1/completions", {**SHORT, "stream": True}))
+        await reader.readuntil(b"\r\n\r\n")
+        if half_closed_before:
+            writer.write_eof()
+            await asyncio.sleep(0.2)
+            assert streams.n_held == 1
+        writer.close()
+        await until(lambda: streams.n_held == 0, SOON)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

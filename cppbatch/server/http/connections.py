@@ -315,11 +315,13 @@ def max_connections() -> int:
 # TCP does not distinguish the two: the client will send nothing more. But data sent to a client that is gone is
 # answered with a reset. So until the response starts, the server occasionally sends the interim response `100
 # Continue`, which every HTTP/1.1 client must skip. HTTP/1.0 clients do not accept it, so their requests are soon
-# abandoned.
+# abandoned. In a stream that has started, while a long prompt is computed, it sends a leading zero of the size of the
+# next chunk (RFC 9112, 7.1: a size may have any number of digits).
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0  # seconds; each pause is twice the one before
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_MAX_ZEROS = 4  # before the size of a chunk: Go's client accepts 16 digits
 
 
 class PeerProbe:
@@ -332,6 +334,7 @@ class PeerProbe:
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._loop = asyncio.get_running_loop()
         self._began, self._pause = self._loop.time(), _FIRST_PAUSE
+        self._n_zeros, self._n_sent = 0, 0  # before the next chunk; bytes of the response before it
         self._next = self._loop.call_later(self._pause, self._probe)
 
     def stop(self) -> None:
@@ -347,6 +350,11 @@ class PeerProbe:
                 self._transport.write(_CONTINUE)
             elif self._loop.time() - self._began > 0.5:
                 return self._is_gone("its HTTP/1.0 client closed its sending side and may have disconnected")
+        elif request and request.writer.chunked and not request.writer._eof:
+            self._n_zeros = self._n_zeros + 1 if request.writer.output_size == self._n_sent else 1
+            self._n_sent = request.writer.output_size
+            if self._n_zeros <= _MAX_ZEROS:
+                self._transport.write(b"0")
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._next = self._loop.call_later(self._pause, self._probe)
         return None
