@@ -17,7 +17,7 @@ from cppbatch.cluster.link import Loaded, LoadFailed
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import EstimateFailed, InvalidRequest, OutOfMemory, says_out_of_memory
-from cppbatch.sizing import fit_again, sizes
+from cppbatch.sizing import fit_again, memory_check
 from cppbatch.sizing.buffers import Buffer
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
 from cppbatch.sizing.fit_again import smaller_sizes
@@ -217,7 +217,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.host, self.n_placed, self.fails = 8 * GIB, 64 * GIB, 0, False
-        for module in (fit_again, sizes):
+        for module in (fit_again, memory_check):
             monkeypatch.setattr(module, "estimate_memory", self.estimate)
             monkeypatch.setattr(module, "free_host_memory", lambda: self.host)
         monkeypatch.setattr(fit_again, "placements", self.place)
