@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from aiohttp import HttpVersion11, StreamReader, hdrs, web
+from aiohttp.http import StreamWriter
 from aiohttp.typedefs import Handler
 
 log = logging.getLogger("cppbatch.server")
@@ -350,9 +351,9 @@ class PeerProbe:
                 self._transport.write(_CONTINUE)
             elif self._loop.time() - self._began > 0.5:
                 return self._is_gone("its HTTP/1.0 client closed its sending side and may have disconnected")
-        elif request and request.writer.chunked and not request.writer._eof:
-            self._n_zeros = self._n_zeros + 1 if request.writer.output_size == self._n_sent else 1
-            self._n_sent = request.writer.output_size
+        elif request and isinstance(writer := request.writer, StreamWriter) and writer.chunked and not writer._eof:
+            self._n_zeros = self._n_zeros + 1 if writer.output_size == self._n_sent else 1
+            self._n_sent = writer.output_size
             if self._n_zeros <= _MAX_ZEROS:
                 self._transport.write(b"0")
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
