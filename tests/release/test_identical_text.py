@@ -65,6 +65,7 @@ def test_with_float_weights_16_of_16_texts_batched_equal_alone(
         assert all(2 * result.usage.cached_tokens > result.usage.prompt_tokens for result in again[8:])
 
 
+@pytest.mark.nightly  # of tiny models in each run: tests/integration/test_deterministic.py
 @N_TOKENS
 def test_with_deterministic_every_logprob_of_the_default_model_is_the_same_alone_and_in_batches_of_7_and_16(
     default_model: Path, n_tokens: int

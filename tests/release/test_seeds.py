@@ -54,7 +54,7 @@ def test_the_order_does_not_matter(f32_model: Path, alone: list[str]) -> None:
     assert [result.text for result in results] == [alone[i] for i in order]
 
 
-@pytest.mark.parametrize("swap_space", [1024, 0])
+@pytest.mark.parametrize("swap_space", [1024, pytest.param(0, marks=pytest.mark.nightly)])
 def test_preemption_does_not_matter(f32_model: Path, alone: list[str], swap_space: int) -> None:
     with open_engine(f32_model, n_ctx=256, swap_space=swap_space) as engine:
         assert [result.text for result in engine.generate(PROMPTS, PARAMS)] == alone

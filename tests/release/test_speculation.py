@@ -60,7 +60,8 @@ def without_drafts(model: Path, layout: KvLayout, *, greedy: bool) -> list[Compl
 @pytest.mark.parametrize(
     ("layout", "greedy"),
     [
-        pytest.param("unified", True, id="unified-greedy"),
+        # In each run with preemptions, too: the next test.
+        pytest.param("unified", True, id="unified-greedy", marks=pytest.mark.nightly),
         pytest.param("per-sequence", False, id="per-sequence-sampled"),
         pytest.param("unified", False, id="unified-sampled", marks=pytest.mark.soak),
         pytest.param("per-sequence", True, id="per-sequence-greedy", marks=pytest.mark.soak),
