@@ -19,7 +19,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import GenerationFailed, LlamaError, ModelError, OutOfMemory
 from cppbatch.models.synthetic import LlamaShape, write_lora
-from cppbatch.sizing import fit_again, placement, sizes
+from cppbatch.sizing import fit_again, memory_check, placement
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.fit_again import refit
 from tests.support import tiny_models
@@ -81,7 +81,7 @@ def report_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
             found.footprints, [msgspec.structs.replace(each, free=free * MIB) for each in found.devices]
         )
 
-    for module in (fit_again, placement, sizes):
+    for module in (fit_again, memory_check, placement):
         monkeypatch.setattr(module, "estimate_memory", limited)
 
 
@@ -145,7 +145,7 @@ async def test_what_does_not_fit_anywhere_ends_with_the_numbers(
 ) -> None:
     device.limit(50)
     report_free(monkeypatch, 50)
-    for module in (fit_again, placement, sizes):
+    for module in (fit_again, memory_check, placement):
         monkeypatch.setattr(module, "free_host_memory", lambda: 1 * MIB)
     engine = open_engine(model, device, n_ctx=4096)
     with pytest.raises(

@@ -33,8 +33,8 @@ def interrupted_after(n_lines: int) -> Iterator[None]:
     def trace(frame: FrameType, what: str, _: object) -> TraceFunction | None:
         nonlocal left
         file = frame.f_code.co_filename
-        if "cppbatch/engine" not in file or file.endswith(("engine/request_engine.py", "turns.py")):
-            return None  # turns defer Ctrl-C
+        if "cppbatch/engine" not in file or file.endswith(("engine/request_engine.py", "engine/access.py")):
+            return None  # an access defers Ctrl-C
         if what == "line":
             left -= 1
             if left == 0 and frame.f_code.co_name not in NOT_THERE:
