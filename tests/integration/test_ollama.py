@@ -153,7 +153,12 @@ def test_logprobs_are_with_the_tokens(server: ChatServer) -> None:
     whole(server, "/api/chat", body)  # the next two both find its prefix: a prompt in other pieces rounds differently
     answer, parts = whole(server, "/api/chat", body), lines(server, "/api/chat", body)
     assert [len(entry["top_logprobs"]) for entry in answer["logprobs"]] == [2] * 8
-    assert [entry for part in parts for entry in part.get("logprobs", ())] == answer["logprobs"]
+    streamed = [entry for part in parts for entry in part.get("logprobs", ())]
+    assert [entry["bytes"] for entry in streamed] == [entry["bytes"] for entry in answer["logprobs"]]
+    logprobs = [
+        [top["logprob"] for entry in each for top in entry["top_logprobs"]] for each in (streamed, answer["logprobs"])
+    ]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5), "drafts compute other numbers of rows"
     assert "logprobs" not in whole(server, "/api/chat", ASK)
     status, error = refusal(server, "/api/chat", {**body, "top_logprobs": 99})
     assert (status, error.startswith("top_logprobs: is 99")) == (400, True)
