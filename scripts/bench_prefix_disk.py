@@ -18,12 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from cppbatch.bench.alternately import Comparison, Figures, get_json, post_json, script_arguments, serve_command
+from measuring import Comparison, Figures, script_arguments
+from server_process import get_json, post_json, running_server, serve_command
+
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.report import Column
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import running_server
 
 N_NEW, TIMEOUT_S, WRITTEN_S = 32, 120, 30.0
 DOCS = Path(__file__).parent.parent / "docs"

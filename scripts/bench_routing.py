@@ -22,9 +22,9 @@ from typing import Any
 from fleet.conversations import Load, LogNormal, conversations
 from fleet.real_engine import converse
 from fleet.result import FleetRun, possible_hits
+from measuring import Comparison, script_arguments
 
 from cppbatch import EngineConfig
-from cppbatch.bench.alternately import Comparison, script_arguments
 from cppbatch.bench.report import Column
 from cppbatch.models.pull import choose_model
 from cppbatch.ray import cluster

@@ -25,7 +25,7 @@ BODY = json.dumps({"prompt": "Hello", "max_tokens": 4, "stream": True})
 
 def first_token(command: list[str]) -> float:
     """Returns the seconds of one start. The client repeats its request until the server answers."""
-    from cppbatch.sizing.child_process import ChildProcess, free_port  # not in the processes that measure imports
+    from server_process import ChildProcess, free_port  # not in the processes that measure imports
 
     port = free_port()
     command = [*command, "--port", str(port)]
@@ -140,7 +140,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         print(json.dumps(CHILDREN[sys.argv[2]](Path(sys.argv[3]))))
         return
-    from cppbatch.bench.alternately import Comparison, script_arguments, serve_command
+    from measuring import Comparison, script_arguments
+    from server_process import serve_command
+
     from cppbatch.bench.report import Column
     from cppbatch.config import EngineConfig, available_threads
     from cppbatch.models.pull import choose_model

@@ -15,9 +15,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from measuring import script_arguments
 from rich.console import Console
 
-from cppbatch.bench.alternately import script_arguments
 from cppbatch.bench.prompts import random_prompt
 from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.bench.throughput import bare_loop

@@ -24,14 +24,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from measuring import markdown_table
+from server_process import ChildProcess, CommandResult, free_port, run_with_timeout
 
-from cppbatch.bench.report import Column, Report, markdown, markdown_table, read_report
+from cppbatch.bench.report import Column, Report, Spread, format_cell
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import DEFAULT
 from cppbatch.models.synthetic import SHAPES
-from cppbatch.sizing.child_process import ChildProcess, CommandResult, free_port, run_with_timeout
 from cppbatch.sizing.machine import Machine
 
 Command = Sequence[object]
@@ -258,6 +260,33 @@ class Measurement:
     def _missing(self, name: str) -> str:
         where = f"there is no {name} in {self.peers} or its bin folder" if self.peers else "--peers was not given"
         return f"{name} was not measured: {where}."
+
+
+def read_report(path: Path) -> Report:
+    """Reads a file written by `Report.write_json`. Raises OSError, or `msgspec.DecodeError` for another file."""
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    return msgspec.structs.replace(report, rows=[_spreads(row) for row in report.rows])
+
+
+def _spreads(value: Any) -> Any:
+    """Restores the `Spread`s in a decoded value: the objects with exactly these three fields."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == set(Spread.__struct_fields__):
+        return Spread(**value)
+    return {key: _spreads(each) for key, each in value.items()}
+
+
+def markdown(report: Report) -> str:
+    """Returns a report's table and notes. Servers have many figures, so they become columns."""
+    head = [column.title for column in report.columns]
+    body = [[format_cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
+    if report.kind == "serve":
+        body = [list(line) for line in zip(head, *body, strict=True)]
+        head = ["", *(row["server"] for row in report.rows)]
+    notes = "\n".join(f"- {note}" for note in report.notes)
+    title = " ".join(report.title.split())
+    return "\n\n".join(filter(None, [f"{title}:", markdown_table(head, body), notes]))
 
 
 def with_phases(report: Report) -> str:

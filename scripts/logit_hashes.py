@@ -23,9 +23,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from measuring import markdown_table
 
 from cppbatch.bench.prompts import random_prompt
-from cppbatch.bench.report import markdown_table
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.runtime import load_model
 from cppbatch.llama import Batch, Context, Model

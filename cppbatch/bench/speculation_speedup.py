@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from cppbatch.bench.alternately import order_of_turn
 from cppbatch.bench.prompts import check_can_run
-from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
+from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure, order_of_turn
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.config import EngineConfig

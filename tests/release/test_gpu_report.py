@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from server_process import ChildProcess, free_port, run_with_timeout
 
-from cppbatch.sizing.child_process import ChildProcess, free_port, run_with_timeout
 from cppbatch.sizing.machine import this_machine
 from tests.support.fake_peers import write_llama_server, write_program
 
@@ -142,7 +142,7 @@ def test_a_child_that_runs_out_of_time_is_gone_with_all_it_started_and_its_outpu
 
 def test_sigterm_ends_a_script_with_the_servers_that_it_started() -> None:
     program = (
-        "import time; from cppbatch.sizing.child_process import ChildProcess\n"
+        f"import sys, time; sys.path.append({str(SCRIPT.parent)!r}); from server_process import ChildProcess\n"
         "with ChildProcess(['sleep', '60']) as child:\n"
         "    print(child.pid, flush=True)\n"
         "    time.sleep(60)"
