@@ -2,7 +2,7 @@
 """Runs all benchmarks that matter on a GPU in a few minutes and writes one Markdown report.
 
 llama.cpp's own benchmark, the engine with the same sizes, sampling on the host and on the device, servers under load,
-the time of a step by phase, swapping, and tests. Each part is a child process with a time limit. If one fails, the
+the time of a step by phase, and tests. Each part is a child process with a time limit. If one fails, the
 report contains its output, and the other parts run. The report file is complete after every part.
 
 -m takes GGUF files, or shapes for which a random-weight file is written first. --peers is a folder with llama.cpp's
@@ -65,12 +65,11 @@ class Sizes:
     concurrency: int = 16
     cells: int = 65_536
     """n_ctx of the servers."""
-    swapped: int = 1000
     tests: tuple[str, ...] = ("test_llama_context", "test_llama_memory", "test_device_sampling", "test_engine_native")
 
 
 SMALL = Sizes(
-    batch_sizes=(1, 2), sampled=(2,), prompt=16, new=8, repeats=1, requests=4, concurrency=2, cells=4096, swapped=64,
+    batch_sizes=(1, 2), sampled=(2,), prompt=16, new=8, repeats=1, requests=4, concurrency=2, cells=4096,
     tests=("test_llama_memory",),
 )  # fmt: skip
 
@@ -168,7 +167,6 @@ class Measurement:
         self.engine()
         self.sampling()
         self.servers()
-        self.swapping()
 
     def batched_bench(self) -> None:
         sizes, binary = self.sizes, self._peer("llama-batched-bench")
@@ -234,13 +232,6 @@ class Measurement:
             "--concurrency", sizes.concurrency, "--repeats", sizes.repeats, "--json", file,
         ]  # fmt: skip
         self.page.run("Servers under load", command, 120, lambda _: markdown(read_report(file)))
-
-    def swapping(self) -> None:
-        file = self.folder / "swap.json"
-        command = [PYTHON, "scripts/bench_swap.py", "-m", self.model, "-ngl", self.gpu_layers]
-        command += ["--tokens", self.sizes.swapped, "--json", file]
-        title = f"Swapping {self.sizes.swapped:,} tokens"
-        self.page.part(title, command, 60, lambda _: markdown(read_report(file)))
 
     def _throughput(
         self, batch_sizes: tuple[int, ...], layouts: str, kinds: str, sampling: str

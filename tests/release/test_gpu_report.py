@@ -91,8 +91,7 @@ def test_servers_are_compared_and_one_that_does_not_start_is_reported_and_left_o
 
 
 @pytest.mark.nightly
-def test_the_report_has_swapping_times_and_the_test_result(report: dict[str, str]) -> None:
-    assert "| per-sequence | 64 |" in report["Swapping 64 tokens"]
+def test_the_report_has_the_test_result(report: dict[str, str]) -> None:
     assert "passed" in report["Tests"]
     assert "1 part failed;" in report["Tests"]
 
@@ -102,7 +101,7 @@ def test_without_peers_and_without_time_every_part_gives_the_reason_that_it_is_e
     sections = gpu_report(tmp_path, "-m", tmp_path / "none.gguf", "--minutes", "0.03")
     for name in ("unified", "per-sequence"):
         assert "was not measured: --peers was not given" in sections[f"llama-batched-bench, {name}"]
-    for name in ("The engine, and where the time of a step goes", "Swapping 64 tokens", "Tests"):
+    for name in ("The engine, and where the time of a step goes", "Tests"):
         assert "not begun, because the time for the whole report" in sections[name]
 
 
