@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gguf import GGUFReader
+from measuring import Figures
+from server_process import get_json, run_with_timeout
 
-from cppbatch.bench.alternately import Figures, get_json
 from cppbatch.errors import UnusableServer
-from cppbatch.sizing.child_process import run_with_timeout
 
 AIPERF_FLAGS = {
     "mixed": "--seq-dist 32,32:25;96,64:25;192,128:25;448,16:25",

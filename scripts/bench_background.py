@@ -16,12 +16,11 @@ from random import Random
 from time import perf_counter
 
 import aiohttp
+from measuring import Comparison, Figures, cell, markdown_table, ratio_cell, script_arguments
+from server_process import running_server, serve_command
 
-from cppbatch.bench.alternately import Comparison, Figures, cell, ratio_cell, script_arguments, serve_command
 from cppbatch.bench.prompts import random_text
-from cppbatch.bench.report import markdown_table
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import running_server
 
 N_PARALLEL, LENGTHS = 16, (20, 100, 400)
 IDLE, BUSY = "idle", "with the backlog"

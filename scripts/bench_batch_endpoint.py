@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
-from cppbatch.bench.alternately import Comparison, Figures, cell, numbers, post_json, ratio_cell, script_arguments
-from cppbatch.bench.report import markdown_table
-from cppbatch.sizing.child_process import running_server
+from measuring import Comparison, Figures, cell, markdown_table, numbers, ratio_cell, script_arguments
+from server_process import post_json, running_server
 
 N_PROMPTS = 64
 ONE_BY_ONE, AT_ONCE, BATCH = "one by one", "at the same time", "`/generate/batch`"

@@ -38,8 +38,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attacks import ATTACKS
+from measuring import Comparison, Figures, script_arguments, words
+from server_process import RunningServer, get_json, running_server, serve_command
 
-from cppbatch.bench.alternately import Comparison, Figures, get_json, script_arguments, serve_command, words
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
 from cppbatch.bench.load.completion_stream import RequestFailure
 from cppbatch.bench.load.workload import Endpoint, LoadRequest
@@ -48,7 +49,6 @@ from cppbatch.bench.report import Column
 from cppbatch.errors import CppBatchError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import RunningServer, running_server
 
 LONG, N_TEXT = 4000, 20  # tokens of a long prompt, and of the text after an image
 HEALTH_S, SETTLE_S, LIMIT_S = 0.02, 20.0, 300

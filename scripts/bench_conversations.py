@@ -18,14 +18,14 @@ from pathlib import Path
 from time import perf_counter
 
 import gguf
+from measuring import Comparison, Figures, script_arguments, words
+from server_process import running_server, serve_command
 
-from cppbatch.bench.alternately import Comparison, Figures, script_arguments, serve_command, words
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.report import Column
 from cppbatch.config import available_threads
 from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
-from cppbatch.sizing.child_process import running_server
 
 WORDS = [" the", " that", " this", " they", " and", " are", " was", " for", " you", " not", " with", " have", " from"]
 CHATML = (

@@ -30,9 +30,9 @@ import aiohttp
 import gguf
 import numpy as np
 from gguf.quants import quantize
+from measuring import Comparison, Figures, cell, markdown_table, numbers, ratio_cell, script_arguments
+from server_process import running_servers
 
-from cppbatch.bench.alternately import Comparison, Figures, cell, numbers, ratio_cell, running_servers, script_arguments
-from cppbatch.bench.report import markdown_table
 from cppbatch.config import available_threads
 from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from random import Random
 
 import psutil
+from measuring import Comparison, script_arguments
+from server_process import ChildProcess
 
-from cppbatch.bench.alternately import Comparison, script_arguments
 from cppbatch.bench.prompts import random_text
 from cppbatch.bench.report import Column
 from cppbatch.cluster.deployment import Deployment
@@ -39,7 +40,6 @@ from cppbatch.models.pull import choose_model
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.api.batches.offline import OfflineJob, run_offline
 from cppbatch.server.settings import ServerSettings
-from cppbatch.sizing.child_process import ChildProcess
 
 N_TOKENS = 32
 N_LINES = 1_000_000

@@ -15,11 +15,10 @@ from statistics import median
 from time import perf_counter
 
 import msgspec
+from measuring import markdown_table, numbers, script_arguments
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.alternately import numbers, script_arguments
 from cppbatch.bench.prompts import random_text
-from cppbatch.bench.report import markdown_table
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.models.pull import choose_model
 

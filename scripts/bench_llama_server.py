@@ -23,26 +23,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiperf_load import AIPERF_FLAGS, run_aiperf, write_tokenizer
+from measuring import Comparison, Figures, markdown_table, numbers, ratio_cell, script_arguments, words
+from server_process import ChildProcess, measure_server, running_servers, serve_command
 
-from cppbatch.bench.alternately import (
-    Comparison,
-    Figures,
-    numbers,
-    ratio_cell,
-    running_servers,
-    script_arguments,
-    serve_command,
-    words,
-)
-from cppbatch.bench.load.compare_servers import measure_server
 from cppbatch.bench.load.workload import PREFIX_TOKENS, make_workload
 from cppbatch.bench.prompts import Lengths
-from cppbatch.bench.report import Column, markdown_table
+from cppbatch.bench.report import Column
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import ChildProcess
 
 OURS, THEIRS = "cppbatch", "llama-server"
 BUSY = " beside a busy core"

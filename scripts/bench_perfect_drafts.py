@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import sys
 
+from measuring import numbers, script_arguments, words
 from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.alternately import numbers, script_arguments, words
 from cppbatch.bench.report import Spread
 from cppbatch.bench.speculation_speedup import LEAST_AT_ONCE, chat_prompt, run_prompts
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS

@@ -22,16 +22,10 @@ from time import perf_counter, process_time
 import msgspec
 import numpy as np
 import psutil
+from measuring import Comparison, MeasuringChild, answer_lines, script_arguments
+from server_process import get_json, running_server, serve_command
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.bench.alternately import (
-    Comparison,
-    MeasuringChild,
-    answer_lines,
-    get_json,
-    script_arguments,
-    serve_command,
-)
 from cppbatch.bench.load.client import LoadClient, TargetServer
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.prompts import random_prompt, random_text
@@ -42,7 +36,6 @@ from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.llama import Batch
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import running_server
 
 PROMPT_TOKENS, WARM_UP, LIMIT_S = 32, 8, 300
 BARE, ENGINE = "bare loop", "engine"

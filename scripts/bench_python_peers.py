@@ -213,7 +213,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2])
         return
-    from cppbatch.bench.alternately import Comparison
+    from measuring import Comparison
+
     from cppbatch.bench.report import Column
 
     args = _arguments()
@@ -242,7 +243,8 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    from cppbatch.bench.alternately import script_arguments
+    from measuring import script_arguments
+
     from cppbatch.config import available_threads
     from cppbatch.models.pull import choose_model
 

@@ -19,12 +19,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from fleet.conversations import Load, LogNormal, conversations
-from fleet.real_engine import converse
+from fleet.conversations import Conversation, Load, LogNormal, conversations
 from fleet.result import FleetRun, possible_hits
+from measuring import Comparison, script_arguments
 
-from cppbatch import EngineConfig
-from cppbatch.bench.alternately import Comparison, script_arguments
+from cppbatch import EngineConfig, GenerationRequest, SamplingParams
 from cppbatch.bench.report import Column
 from cppbatch.models.pull import choose_model
 from cppbatch.ray import cluster
@@ -107,7 +106,7 @@ async def run_turn(engine: RayEngine, turn: int, args: argparse.Namespace) -> di
 
     async def client() -> None:
         for conversation in waiting:
-            await converse(engine, conversation, run, None)
+            await converse(engine, conversation, run)
 
     await asyncio.gather(*(client() for _ in range(args.clients)))
     prompt, cached, output = (
@@ -118,6 +117,27 @@ async def run_turn(engine: RayEngine, turn: int, args: argparse.Namespace) -> di
         "output_tokens_s": output / run.clock(), "ttft_p50": median(request.ttft for request in run.finished),
         "requests": len(run.finished), "possible": 100 * possible_hits(run.finished, 0.0) / prompt,
     }  # fmt: skip
+
+
+async def converse(engine: RayEngine, conversation: Conversation, run: FleetRun) -> None:
+    """Holds a conversation. Each answer has its planned length; the next prompt has the tokens that the model gave."""
+    while (request := conversation.next_request()) is not None:
+        request.arrived_at, request.replica = run.clock(), 0
+        params = SamplingParams(temperature=0, max_tokens=request.n_output, ignore_eos=True)
+        output = list[int]()
+        async for event in engine.submit(
+            GenerationRequest(id=request.id, prompt=request.request.prompt, params=params)
+        ):
+            if event.tokens and not output:
+                request.first_token_at = run.clock()
+            output += event.tokens
+            if event.usage:
+                request.n_cached = event.usage.cached_tokens
+        request.finished_at = run.clock()
+        assert len(output) == request.n_output
+        conversation.answered(output)
+        request.forget_tokens()
+        run.finished.append(request)
 
 
 if __name__ == "__main__":

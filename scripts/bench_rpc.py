@@ -19,11 +19,12 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
+from measuring import Comparison, script_arguments
+from server_process import ChildProcess
+
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.alternately import Comparison, script_arguments
 from cppbatch.bench.report import Column
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import ChildProcess
 
 PLACES = "Rome Oslo Lima Cairo Delhi Tokyo Paris Quito Accra Hanoi Sofia Minsk Tunis Dakar Malta Riga".split()
 PROMPTS = [f"Write the story of the {i}. day of a journey to {place}:" for i, place in enumerate(PLACES)]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cppbatch.bench.alternately import Comparison, Figures, get_json, running_servers, script_arguments, serve_command
-from cppbatch.bench.load.compare_servers import measure_server
+from measuring import Comparison, Figures, script_arguments
+from server_process import get_json, measure_server, running_servers, serve_command
+
 from cppbatch.bench.load.workload import PREFIX_TOKENS, SIZES, make_workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.report import Column

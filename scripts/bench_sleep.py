@@ -14,11 +14,11 @@ import time
 
 import openai
 import psutil
+from measuring import markdown_table, script_arguments
+from server_process import RunningServer, get_json, running_server, serve_command
 
-from cppbatch.bench.alternately import get_json, script_arguments, serve_command
-from cppbatch.bench.report import Spread, markdown_table
+from cppbatch.bench.report import Spread
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import RunningServer, running_server
 
 TIMEOUT_S = 120
 WORKERS = "cppbatch.cluster.worker.main"

@@ -26,10 +26,10 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.bench.report import markdown_table
+from measuring import markdown_table
 
 if TYPE_CHECKING:
-    from cppbatch.bench.alternately import MeasuringChild
+    from measuring import MeasuringChild
 
 MIN_NEW, MAX_NEW = 16, 128  # tokens
 SAMPLES_NEW = 64  # of each sample, and of each text of the cycle
@@ -163,7 +163,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Prints a row for each variant: medians, with those of the ratios to the first variant and their range."""
-    from cppbatch.bench.alternately import Comparison, MeasuringChild
+    from measuring import Comparison, MeasuringChild
 
     named = {name: value.partition(":") for name, _, value in (each.partition("=") for each in args.variants)}
     with ExitStack() as stack:

@@ -2,7 +2,7 @@
 """Runs all benchmarks that matter on a GPU in a few minutes and writes one Markdown report.
 
 llama.cpp's own benchmark, the engine with the same sizes, sampling on the host and on the device, servers under load,
-the time of a step by phase, swapping, and tests. Each part is a child process with a time limit. If one fails, the
+the time of a step by phase, and tests. Each part is a child process with a time limit. If one fails, the
 report contains its output, and the other parts run. The report file is complete after every part.
 
 -m takes GGUF files, or shapes for which a random-weight file is written first. --peers is a folder with llama.cpp's
@@ -24,14 +24,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from measuring import markdown_table
+from server_process import ChildProcess, CommandResult, free_port, run_with_timeout
 
-from cppbatch.bench.report import Column, Report, markdown, markdown_table, read_report
+from cppbatch.bench.report import Column, Report, Spread, format_cell
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import DEFAULT
 from cppbatch.models.synthetic import SHAPES
-from cppbatch.sizing.child_process import ChildProcess, CommandResult, free_port, run_with_timeout
 from cppbatch.sizing.machine import Machine
 
 Command = Sequence[object]
@@ -63,12 +65,11 @@ class Sizes:
     concurrency: int = 16
     cells: int = 65_536
     """n_ctx of the servers."""
-    swapped: int = 1000
     tests: tuple[str, ...] = ("test_llama_context", "test_llama_memory", "test_device_sampling", "test_engine_native")
 
 
 SMALL = Sizes(
-    batch_sizes=(1, 2), sampled=(2,), prompt=16, new=8, repeats=1, requests=4, concurrency=2, cells=4096, swapped=64,
+    batch_sizes=(1, 2), sampled=(2,), prompt=16, new=8, repeats=1, requests=4, concurrency=2, cells=4096,
     tests=("test_llama_memory",),
 )  # fmt: skip
 
@@ -166,7 +167,6 @@ class Measurement:
         self.engine()
         self.sampling()
         self.servers()
-        self.swapping()
 
     def batched_bench(self) -> None:
         sizes, binary = self.sizes, self._peer("llama-batched-bench")
@@ -233,13 +233,6 @@ class Measurement:
         ]  # fmt: skip
         self.page.run("Servers under load", command, 120, lambda _: markdown(read_report(file)))
 
-    def swapping(self) -> None:
-        file = self.folder / "swap.json"
-        command = [PYTHON, "scripts/bench_swap.py", "-m", self.model, "-ngl", self.gpu_layers]
-        command += ["--tokens", self.sizes.swapped, "--json", file]
-        title = f"Swapping {self.sizes.swapped:,} tokens"
-        self.page.part(title, command, 60, lambda _: markdown(read_report(file)))
-
     def _throughput(
         self, batch_sizes: tuple[int, ...], layouts: str, kinds: str, sampling: str
     ) -> tuple[Command, Callable[[CommandResult], str]]:
@@ -258,6 +251,33 @@ class Measurement:
     def _missing(self, name: str) -> str:
         where = f"there is no {name} in {self.peers} or its bin folder" if self.peers else "--peers was not given"
         return f"{name} was not measured: {where}."
+
+
+def read_report(path: Path) -> Report:
+    """Reads a file written by `Report.write_json`. Raises OSError, or `msgspec.DecodeError` for another file."""
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    return msgspec.structs.replace(report, rows=[_spreads(row) for row in report.rows])
+
+
+def _spreads(value: Any) -> Any:
+    """Restores the `Spread`s in a decoded value: the objects with exactly these three fields."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == set(Spread.__struct_fields__):
+        return Spread(**value)
+    return {key: _spreads(each) for key, each in value.items()}
+
+
+def markdown(report: Report) -> str:
+    """Returns a report's table and notes. Servers have many figures, so they become columns."""
+    head = [column.title for column in report.columns]
+    body = [[format_cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
+    if report.kind == "serve":
+        body = [list(line) for line in zip(head, *body, strict=True)]
+        head = ["", *(row["server"] for row in report.rows)]
+    notes = "\n".join(f"- {note}" for note in report.notes)
+    title = " ".join(report.title.split())
+    return "\n\n".join(filter(None, [f"{title}:", markdown_table(head, body), notes]))
 
 
 def with_phases(report: Report) -> str:

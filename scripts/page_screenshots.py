@@ -26,8 +26,9 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from server_process import running_server
+
 from cppbatch.models.pull import choose_model
-from cppbatch.sizing.child_process import running_server
 from tests.browser.chromium import find_chromium
 from tests.browser.page_checks import PHONE, TABS, open_tab, wait_ready
 from tests.support import tiny_models

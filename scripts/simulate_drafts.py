@@ -29,9 +29,9 @@ from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
+from measuring import numbers, words
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, SamplingParams
-from cppbatch.bench.alternately import numbers, words
 from cppbatch.bench.speculation_speedup import chat_prompt
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.engine.sequence import Seq

@@ -1,16 +1,13 @@
 #!/usr/bin/env python3
 """Simulates a fleet of replicas: the real scheduler and routing rule over measured step times (docs/scale.md).
 
-.venv/bin/python scripts/simulate_fleet.py run --times scripts/step_times/h100-8b.json --replicas 100 --rate 4
-.venv/bin/python scripts/simulate_fleet.py run --replicas 1..50 --day 1200 --seconds 2400 --routing prefix
-.venv/bin/python scripts/simulate_fleet.py measure -m model.gguf -o times.json
-.venv/bin/python scripts/simulate_fleet.py validate -m model.gguf
+.venv/bin/python scripts/simulate_fleet.py --times scripts/step_times/h100-8b.json --replicas 100 --rate 4
+.venv/bin/python scripts/simulate_fleet.py --replicas 1..50 --day 1200 --seconds 2400 --routing prefix
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,64 +15,30 @@ from typing import Any
 import msgspec
 import numpy as np
 from fleet.conversations import Load
-from fleet.real_engine import engine_config, mean_times, measure_step_times, run_load, step_ratios
 from fleet.result import FleetRun, fleet_result, results_table
 from fleet.routing import ROUTINGS
 from fleet.serve_autoscaling import Autoscaling
 from fleet.simulation import FleetSimulation
 from fleet.step_times import StepTimes, load_step_times
 
-from cppbatch.config import EngineConfig
-from cppbatch.engine.runtime import Runtime, load_runtime
-from cppbatch.models.pull import choose_model
-
 CPU_TIMES = Path(__file__).parent / "step_times" / "epyc-1-core-smollm2.json"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run", help="simulate a fleet")
-    run.add_argument("--times", type=Path, default=CPU_TIMES, help="step times of a replica, JSON")
-    run.add_argument("--replicas", default="10", help="a number, or the least and the most, like 1..50")
-    run.add_argument("--routing", default=",".join(ROUTINGS), help="names with commas: %(default)s")
-    run.add_argument("--cache-mib", type=int, default=1024, help="host memory of a replica for cached prefixes")
-    run.add_argument("--plot", type=Path, help="with 1..50: an image of replicas and load over time")
-    add_load(run, rate=0.4, seconds=300.0)
-    run.set_defaults(run=simulate)
-    measure = commands.add_parser("measure", help="measure the step times of a model on this machine")
-    measure.add_argument("-m", "--model")
-    measure.add_argument("-o", "--output", type=Path, required=True)
-    measure.add_argument("--name", default="", help="of the machine and the model")
-    measure.add_argument("--start-s", type=float, default=2.0, help="until a new replica takes requests")
-    add_engine(measure)
-    measure.set_defaults(run=measure_times)
-    validate = commands.add_parser("validate", help="one real engine and one simulated replica, the same load")
-    validate.add_argument("-m", "--model")
-    add_engine(validate)
-    add_load(validate, rate=0.5, seconds=60.0)
-    validate.set_defaults(run=compare)
-    args = parser.parse_args()
-    args.run(args)
-
-
-def add_load(parser: argparse.ArgumentParser, *, rate: float, seconds: float) -> None:
-    """The options of a load; the others are fields of `Load`."""
-    parser.add_argument("--rate", type=float, default=rate, help="requests a second for each replica (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=seconds, help="virtual seconds with arrivals (%(default)s)")
+    parser.add_argument("--times", type=Path, default=CPU_TIMES, help="step times of a replica, JSON")
+    parser.add_argument("--replicas", default="10", help="a number, or the least and the most, like 1..50")
+    parser.add_argument("--routing", default=",".join(ROUTINGS), help="names with commas: %(default)s")
+    parser.add_argument("--cache-mib", type=int, default=1024, help="host memory of a replica for cached prefixes")
+    parser.add_argument("--plot", type=Path, help="with 1..50: an image of replicas and load over time")
+    parser.add_argument("--rate", type=float, default=0.4, help="requests a second for each replica (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="virtual seconds with arrivals (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--day", type=float, default=0.0, help="length of a day in seconds; 0: a constant rate")
     parser.add_argument("--load", default="{}", help="other fields of Load as JSON, like '{\"n_apps\": 20}'")
     parser.add_argument("--autoscaling", default="{}", help="fields of Autoscaling as JSON, with --replicas 1..50")
     parser.add_argument("--json", type=Path, help="where to write all figures")
-
-
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """The options of a real engine."""
-    parser.add_argument("--cache-mib", type=int, default=1024, help="host memory for cached prefixes")
-    parser.add_argument("-np", "--parallel", type=int, default=16)
-    parser.add_argument("-t", "--threads", type=int, default=0, help="compute threads; 0: one for each core")
-    parser.add_argument("--stream-cells", type=int, default=2048, help="the most tokens of a sequence")
+    simulate(parser.parse_args())
 
 
 def simulate(args: argparse.Namespace) -> None:
@@ -105,7 +68,7 @@ def simulate(args: argparse.Namespace) -> None:
     if args.json:
         figures = {"times": times, "load": load, "autoscaling": scaling, "results": results}
         sizes = {routing: run.sizes for routing, run in runs.items()}
-        write_json(args.json, figures | {"sizes": sizes})
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures | {"sizes": sizes}), indent=1) + b"\n")
     if args.plot:
         plot_sizes(next(iter(runs.values())), load, scaling, args.plot)
 
@@ -165,52 +128,6 @@ def plot_sizes(run: FleetRun, load: Load, scaling: Autoscaling | None, path: Pat
     below.legend()
     figure.tight_layout()
     figure.savefig(path)
-
-
-def measure_times(args: argparse.Namespace) -> None:
-    """Measures a model, and writes its step times."""
-    config, runtime = open_runtime(args)
-    name = args.name or runtime.info.name
-    write_json(args.output, measure_step_times(config, runtime, name=name, start_s=args.start_s))
-    runtime.close()
-    print(args.output.read_text())
-
-
-def open_runtime(args: argparse.Namespace) -> tuple[EngineConfig, Runtime]:
-    config = engine_config(
-        str(choose_model(args.model)), n_parallel=args.parallel, stream_cells=args.stream_cells,
-        cache_mib=args.cache_mib, n_threads=args.threads,
-    )  # fmt: skip
-    return config, load_runtime(config)
-
-
-def compare(args: argparse.Namespace) -> None:
-    """Measures the step times, computes a load in real time, and simulates it with these times."""
-    config, runtime = open_runtime(args)
-    before = measure_step_times(config, runtime, name=runtime.info.name, start_s=0.0)
-    load = make_load(args, n_replicas=1, times=before)
-    real, steps = asyncio.run(run_load(config, runtime, load))
-    times = mean_times(before, measure_step_times(config, runtime, name=runtime.info.name, start_s=0.0))
-    runtime.close()
-    print(msgspec.json.encode(times).decode(), flush=True)
-    simulated = FleetSimulation(times, load, routing="prefix", cache_bytes=args.cache_mib << 20).run()
-    runs = {"measured": real, "simulated": simulated}
-    results = [fleet_result(run, load, routing=name, warm_up_s=0.0) for name, run in runs.items()]
-    print(results_table(results))
-    one, other = results
-    print(
-        f"\nsimulated / measured: output tokens/s {other.output_tokens_s / one.output_tokens_s:.2f}, "
-        f"TTFT p50 {other.ttft_p50 / one.ttft_p50:.2f}, p95 {other.ttft_p95 / one.ttft_p95:.2f}, "
-        f"s a token {other.token_p50 / one.token_p50:.2f}, cached tokens {other.cached_tokens / one.cached_tokens:.2f}"
-    )
-    for kind, (n, ratio) in step_ratios(steps, times).items():
-        print(f"{n} steps of {kind}, all together: simulated / measured {ratio:.2f}")
-    if args.json:
-        write_json(args.json, {"times": times, "load": load, "results": results})
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from unittest.mock import patch
 import numpy as np
 
 from cppbatch import SamplingParams
-from cppbatch.bench.alternately import numbers, words
 from cppbatch.bench.prompts import Lengths
 from cppbatch.config import Preference
 from cppbatch.engine import step_budget
@@ -176,24 +175,25 @@ def run_llama_server(law: Law, requests: Sequence[Request], n_clients: int) -> l
 def main() -> None:
     """Prints a line for llama-server's policy and one for each setting, with the ratio of tokens/s to that policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=words, default=list(LAWS))
+    parser.add_argument("--models", default=",".join(LAWS))
     parser.add_argument("--layers", type=float, default=1, help="part of the model's layers, such as 0.25 (all)")
     parser.add_argument("--loads", type=int, default=7)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--shortest", type=int, default=16, help="tokens of a prompt (16)")
     parser.add_argument("--longest", type=int, default=256, help="tokens of a prompt (256)")
-    parser.add_argument("--new", type=numbers, default=[16, 128], help="new tokens, or their range: 16,128")
-    parser.add_argument("--prefer", type=words, default=["balanced"], help="settings, or multiples of a step: 7,10,13")
+    parser.add_argument("--new", default="16,128", help="new tokens, or their range (16,128)")
+    parser.add_argument("--prefer", default="balanced", help="settings, or multiples of a step: 7,10,13")
     args = parser.parse_args()
-    sizes = [Lengths(args.shortest, args.longest), Lengths(args.new[0], args.new[-1])]
+    new = list(map(int, args.new.split(",")))
+    sizes = [Lengths(args.shortest, args.longest), Lengths(new[0], new[-1])]
     loads = [load(seed, args.requests, *sizes) for seed in range(args.loads)]
     print(f"{'':26}", *(f"{column:>15}" for column in COLUMNS))
-    for name in args.models:
+    for name in args.models.split(","):
         law = LAWS[name].part(args.layers)
         theirs = [run_llama_server(law, each, args.clients) for each in loads]
         show(f"{name} llama-server", theirs, theirs)
-        for prefer in args.prefer:
+        for prefer in args.prefer.split(","):
             show(f"{name} {prefer}", run_engine(law, prefer, loads, args.clients), theirs)
 
 

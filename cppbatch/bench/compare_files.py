@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cppbatch.bench.prompts import random_prompt
-from cppbatch.bench.quality import CONTEXT, compare_text, english_text
+from cppbatch.bench.quality import CONTEXT, compare_english
 from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.bench.throughput import bare_loop
 from cppbatch.config import EngineConfig
@@ -103,23 +103,16 @@ def _speeds(first: Model, second: Model, configs: list[EngineConfig]) -> list[di
 
 def _quality(first: Model, second: Model, configs: list[EngineConfig], rows: list[dict[str, Any]]) -> list[str]:
     """Adds the figures to the rows. Returns notes about them."""
-    vocab = first.vocab
-    tokens = vocab.tokenize(english_text(), add_special=False)
     contexts = [
         make_context(replace(config, n_ctx=CONTEXT, n_parallel=1), model)
         for config, model in zip(configs, (first, second), strict=True)
     ]
-    (quality,) = compare_text(contexts[0], contexts[1:], tokens, vocab.bos if vocab.adds_bos else None)
+    (quality,), about_text = compare_english(contexts, first.vocab)
     for context in contexts:
         context.close()
     rows[0]["perplexity"] = quality.source_perplexity
-    rows[1].update(
-        perplexity=quality.perplexity,
-        kl_divergence=quality.kl_divergence,
-        same_top_percent=100 * quality.same_top,
-    )
+    rows[1].update(quality.figures())
     return [
-        f"text: {len(tokens):,} tokens of English text in contexts of at most {CONTEXT}; the second half of each is "
-        f"scored ({quality.n_scored:,} tokens)",
+        about_text,
         "KL: KL divergence from the source, nats; same top: how often both have the same most likely token",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,13 @@ class Lengths(NamedTuple):
         """Returns `n` lengths in equal ratios from `low` to `high`. Their total does not depend on a seed."""
         ratio = self.high / self.low
         return [round(self.low * ratio ** (i / max(n - 1, 1))) for i in range(n)]
+
+
+def check_least(given: Mapping[str, int | None], least: int = 1) -> None:
+    """Raises `ConfigError` with the flag of a value below `least`. None: the flag was not given."""
+    for flag, value in given.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{flag} is {value}; it must be at least {least}")
 
 
 _FIRST_TOKEN = 10  # lower ids are special in most vocabularies

@@ -22,7 +22,7 @@ from cppbatch.config import EngineConfig, FlashAttention, available_threads
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import ModelError
-from cppbatch.llama import Batch
+from cppbatch.llama import Batch, Vocab
 from cppbatch.sizing.attention import TYPES, Types, keep_excess, plan_attention
 from cppbatch.sizing.attention_choice import MAX_EXCESS_KL
 from cppbatch.sizing.machine import this_machine
@@ -54,10 +54,31 @@ class TextQuality(NamedTuple):
     same_top: float
     """Fraction of positions at which both have the same most likely token."""
 
+    def figures(self) -> dict[str, float]:
+        """The figures of the other model for a row of a report."""
+        return {
+            "perplexity": self.perplexity,
+            "kl_divergence": self.kl_divergence,
+            "same_top_percent": 100 * self.same_top,
+        }
+
 
 def english_text() -> str:
     """A text of about 2,000 tokens: prose, dialogue, figures, a little code."""
     return files("cppbatch.bench").joinpath("english.txt").read_text("utf-8")
+
+
+def compare_english(contexts: Sequence[Scored], vocab: Vocab) -> tuple[list[TextQuality], str]:
+    """Scores `english_text` with the first context and each other one. Returns the figures, and a note about the text.
+
+    Raises the exceptions of `compare_text`.
+    """
+    tokens = vocab.tokenize(english_text(), add_special=False)
+    found = compare_text(contexts[0], contexts[1:], tokens, vocab.bos if vocab.adds_bos else None)
+    return found, (
+        f"text: {len(tokens):,} tokens of English text in contexts of at most {CONTEXT}; the second half of each is "
+        f"scored ({found[0].n_scored:,} tokens)"
+    )
 
 
 def compare_text(
@@ -151,24 +172,13 @@ def compare_cache_types(
             stack.callback(context.close)
             context.use_threads(threads.now())
             contexts.append(context)
-        vocab = loaded.vocab
-        tokens = vocab.tokenize(english_text(), add_special=False)
-        found = compare_text(contexts[0], contexts[1:], tokens, vocab.bos if vocab.adds_bos else None)
+        found, about_text = compare_english(contexts, loaded.vocab)
     floor = found[0].kl_divergence
     rows: list[dict[str, Any]] = [
         {"flash_attn": "on", "keys": "f16", "values": "f16", "perplexity": found[0].source_perplexity}
     ]
     for (flash_attn, (k, v)), quality in zip(ways[1:], found, strict=True):
-        rows.append(
-            {
-                "flash_attn": flash_attn,
-                "keys": k,
-                "values": v,
-                "perplexity": quality.perplexity,
-                "kl_divergence": quality.kl_divergence,
-                "same_top_percent": 100 * quality.same_top,
-            }
-        )
+        rows.append({"flash_attn": flash_attn, "keys": k, "values": v, **quality.figures()})
     for row in rows[2:]:
         row["excess"] = row["kl_divergence"] - floor
     keep_excess(model, {f"{row['keys']} {row['values']}": row["excess"] for row in rows[2:]})
@@ -181,8 +191,7 @@ def compare_cache_types(
         columns=_COLUMNS,
         rows=rows,
         notes=[
-            f"text: {len(tokens):,} tokens of English text in contexts of at most {CONTEXT}; the second half of each "
-            f"is scored ({found[0].n_scored:,} tokens)",
+            about_text,
             "KL: KL divergence from the first row, nats; more: excess over f16 without flash attention, which adds in "
             f"a different order. Types with an excess below {MAX_EXCESS_KL} may be chosen if they are clearly faster",
         ],

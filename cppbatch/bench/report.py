@@ -1,11 +1,11 @@
-"""Benchmark reports: rows of figures and the machine on which they were measured, as a table, JSON, Markdown, plots."""
+"""Benchmark reports: rows of figures and the machine on which they were measured, as a table, JSON, plots."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from rich.table import Table
@@ -17,6 +17,9 @@ from cppbatch.sizing.machine import Machine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+T = TypeVar("T")
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -38,6 +41,11 @@ class Spread(msgspec.Struct, frozen=True):
         known = [value for value in values if value is not None]
         return cls.of(known) if known else None
 
+    @classmethod
+    def of_ratios(cls, pairs: Iterable[tuple[float | None, float | None]]) -> Spread | None:
+        """Summarises the ratios of the pairs whose values are known and not 0; None without any."""
+        return cls.of_known(one / other for one, other in pairs if one and other)
+
     def text(self, digits: int) -> str:
         """Returns `142.1 ±3.0`, the median and half of the range; only the median if all values are equal."""
         if self.low == self.high:
@@ -47,6 +55,11 @@ class Spread(msgspec.Struct, frozen=True):
     def range_text(self, digits: int) -> str:
         """Returns `1.16 (0.90 to 1.31)`, the median and the range."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+
+
+def order_of_turn(items: Iterable[T], turn: int) -> list[T]:
+    """Returns the items in the order in which turn number `turn` measures them."""
+    return list(items)[:: -1 if turn % 2 else 1]
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -105,49 +118,6 @@ def format_cell(value: Any, digits: int) -> str:
     if isinstance(value, Spread):
         return value.text(digits)
     return f"{value:,.{digits}f}" if isinstance(value, float) else str(value)
-
-
-# --- markdown --------------------------------------------------------------------------------------------------------
-# Reports as Markdown.
-
-
-def read_report(path: Path) -> Report:
-    """Reads a file written by `Report.write_json`. Raises OSError, or `msgspec.DecodeError` for another file."""
-    report = msgspec.json.decode(path.read_bytes(), type=Report)
-    return msgspec.structs.replace(report, rows=[_spreads(row) for row in report.rows])
-
-
-def _spreads(value: Any) -> Any:
-    """Restores the `Spread`s in a decoded value: the objects with exactly these three fields."""
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == set(Spread.__struct_fields__):
-        return Spread(**value)
-    return {key: _spreads(each) for key, each in value.items()}
-
-
-def markdown(report: Report) -> str:
-    """Returns a report's table and notes. Servers have many figures, so they become columns."""
-    head = [column.title for column in report.columns]
-    body = [[format_cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
-    if report.kind == "serve":
-        body = [list(line) for line in zip(head, *body, strict=True)]
-        head = ["", *(row["server"] for row in report.rows)]
-    notes = "\n".join(f"- {note}" for note in report.notes)
-    return "\n\n".join(filter(None, [f"{_in_one_line(report.title)}:", markdown_table(head, body), notes]))
-
-
-def markdown_table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
-    """Returns a table with the first column left-aligned and the others right-aligned."""
-    titles = list(head)
-    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *body]
-    return "\n".join(
-        "| " + " | ".join(_in_one_line(each).replace("|", "\\|") for each in line) + " |" for line in lines
-    )
-
-
-def _in_one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------

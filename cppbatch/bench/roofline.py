@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from cppbatch.bench.prompts import check_can_run, random_prompt
+from cppbatch.bench.prompts import check_can_run, check_least, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, new_figure
 from cppbatch.bench.step_work import StepWork, read_step_work
 from cppbatch.bench.throughput import bare_loop
@@ -51,9 +51,7 @@ class RooflineSizes(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        for name, flag in (("prompt_tokens", "--prompt-tokens"), ("repeats", "--repeats")):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least 1")
+        check_least({"--prompt-tokens": self.prompt_tokens, "--repeats": self.repeats})
 
 
 def measure_roofline(

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from cppbatch.bench.alternately import order_of_turn
-from cppbatch.bench.prompts import check_can_run
-from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
+from cppbatch.bench.prompts import check_can_run, check_least
+from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure, order_of_turn
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.config import EngineConfig
@@ -23,7 +22,7 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, RequestOptions, RequestUsage
 from cppbatch.engine.runtime import load_model, open_runtime
-from cppbatch.errors import ConfigError, GenerationFailed
+from cppbatch.errors import GenerationFailed
 from cppbatch.sizing.machine import this_machine
 
 if TYPE_CHECKING:
@@ -57,10 +56,8 @@ class SpeedupSizes(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ConfigError(f"--repeats is {self.repeats}; it must be at least 1")
-        if self.new_tokens is not None and self.new_tokens < 2:
-            raise ConfigError(f"--new-tokens is {self.new_tokens}; it must be at least 2")
+        check_least({"--repeats": self.repeats})
+        check_least({"--new-tokens": self.new_tokens}, 2)
 
     def max_tokens(self, workload: TextWorkload) -> int:
         """Returns the maximum tokens of an answer in this workload."""

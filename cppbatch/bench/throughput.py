@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.bench.energy import EnergyMeter, EnergySettings, energy_meter, tokens_per_kwh
-from cppbatch.bench.prompts import check_can_run, random_prompt
+from cppbatch.bench.prompts import check_can_run, check_least, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.config import FLOAT_CACHES, EngineConfig
@@ -131,11 +131,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.batch_sizes) * len(self.layouts) * len(self.flash_attns) * len(self.kinds)
 
     def __post_init__(self) -> None:
-        least = {"prompt_tokens": 1, "new_tokens": 2, "repeats": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least {low}")
+        check_least({"--prompt-tokens": self.prompt_tokens, "--repeats": self.repeats})
+        check_least({"--new-tokens": self.new_tokens}, 2)
 
 
 class PairedRun(msgspec.Struct, frozen=True):

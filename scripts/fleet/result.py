@@ -8,8 +8,8 @@ from time import perf_counter
 
 import msgspec
 import numpy as np
+from measuring import markdown_table
 
-from cppbatch.bench.report import markdown_table
 from fleet.conversations import Load, SimulatedRequest
 from fleet.replica import SimulatedReplica
 

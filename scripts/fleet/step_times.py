@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -46,7 +45,6 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The most tokens of a sequence."""
     n_batch: int = 2048
     n_ubatch: int = 512
-    CELL_TIMES: ClassVar[tuple[str, ...]] = ("row_cell_us", "prompt_cell_us")
 
     def seconds(self, plan: StepPlan) -> float:
         """Of a step. Decode rows and prompt tokens take their times one after the other (docs/decisions/0002)."""

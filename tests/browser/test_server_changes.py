@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, Route, expect
+from server_process import free_port
 
-from cppbatch.sizing.child_process import free_port
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.support.batch_files import wait_until

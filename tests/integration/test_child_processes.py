@@ -10,16 +10,17 @@ import threading
 import time
 from pathlib import Path
 
+import measuring
 import psutil
 import pytest
 
 from cppbatch import child_processes
-from cppbatch.bench.alternately import MeasuringChild
 from cppbatch.child_processes import child_command, run, start
 from tests.support.processes import left_after
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
+SCRIPTS = str(Path(measuring.__file__).parent)
 BUSY = str(Path(child_processes.__file__).parents[1] / "tests" / "support" / "busy_child.py")
 PARENT = f"""
 import subprocess, time
@@ -48,7 +49,7 @@ def test_a_child_that_never_releases_the_gil_ends_with_its_parent(how: signal.Si
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
 def test_other_programs_end_with_a_benchmark_that_is_killed() -> None:
     code = (
-        "import time; from cppbatch.sizing.child_process import ChildProcess\n"
+        f"import sys, time; sys.path.append({SCRIPTS!r}); from server_process import ChildProcess\n"
         "with ChildProcess(['sleep', '60']) as child: print(child.pid, flush=True); time.sleep(60)\n"
     )
     with python(code) as parent:
@@ -140,15 +141,17 @@ def test_a_child_outlives_a_call_of_release() -> None:
         assert process.stdout.readline() == "cleaned up\n"
 
 
-ANSWERING = """
-from cppbatch.bench.alternately import answer_lines
+ANSWERING = f"""
+import sys
+sys.path.append({SCRIPTS!r})
+from measuring import answer_lines
 print("a library says hello", flush=True)
 answer_lines(lambda a, b=1: a * b if a else exit(3))
 """
 
 
 def test_a_measuring_process_answers_questions_until_it_ends() -> None:
-    with MeasuringChild([sys.executable, "-c", ANSWERING]) as child:
+    with measuring.MeasuringChild([sys.executable, "-c", ANSWERING]) as child:
         assert child.ask(3) == 3
         assert child.ask(3, 4) == 12
         with pytest.raises(SystemExit, match="ended with code 3"):

@@ -17,12 +17,13 @@ from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.disk.slots import StateKey, weight_files
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.errors import ConfigError, ModelError
-from cppbatch.models.synthetic import LlamaShape, write_lora
+from cppbatch.models.synthetic import LlamaShape
 from cppbatch.server.settings import ServerSettings
 from tests.integration.test_model_changes import NO_REPACK, SIZES, logits_there
 from tests.support import tiny_models
 from tests.support.contexts import PROMPT, Row, decode
 from tests.support.http_client import answered, http_to, post
+from tests.support.lora_files import write_lora
 from tests.support.lora_texts import FLOATS, GREEDY, N_NEW, STORY
 
 Scales = dict[str | int, float]

@@ -14,7 +14,6 @@ import pytest
 from aiohttp import FormData
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine
-from cppbatch.models.synthetic import write_lora
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.auth.key_file import read_keys
 from cppbatch.server.auth.rules import Keys
@@ -23,6 +22,7 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.support.http_client import Http, http_to
 from tests.support.listening import HeldEngine, until
+from tests.support.lora_files import write_lora
 
 Json = dict[str, Any]
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppbatch.models.synthetic import LlamaShape, write_lora
+from cppbatch.models.synthetic import LlamaShape
 from tests.integration.test_control_vectors import control_vector
 from tests.support import tiny_models
 from tests.support.file_site import Registry
+from tests.support.lora_files import write_lora
 from tests.support.server_process import ServerProcess
 
 Json = dict[str, Any]

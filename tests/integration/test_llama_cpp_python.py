@@ -25,9 +25,9 @@ import cppbatch
 from cppbatch import Llama
 from cppbatch.errors import ConfigError, EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.llama_cpp_python.arguments import engine_settings
-from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models, tiny_projectors
 from tests.support.fake_hub import FakeHub
+from tests.support.lora_files import write_lora
 from tests.support.media_samples import as_url, png
 
 F32 = 0

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cppbatch.models.synthetic import write_lora
 from cppbatch.server.settings import ServerSettings
 from tests.support.http_client import Http, get, http_of, post
+from tests.support.lora_files import write_lora
 
 Json = dict[str, Any]
 ASKED: Json = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos": True}

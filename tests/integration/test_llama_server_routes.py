@@ -14,12 +14,13 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import EngineConfig, LocalEngine
-from cppbatch.models.synthetic import GgufVocab, byte_vocab, write_lora
+from cppbatch.models.synthetic import GgufVocab, byte_vocab
 from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 from tests.support import tiny_models
 from tests.support.http_client import Http, get, http_of, http_to, post
+from tests.support.lora_files import write_lora
 
 Json = dict[str, Any]
 GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 6, "ignore_eos": True}

@@ -15,8 +15,8 @@ from cppbatch.engine.load_check import check_loads
 from cppbatch.errors import ModelError
 from cppbatch.llama import selfcheck
 from cppbatch.llama.selfcheck import Failure
-from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models
+from tests.support.lora_files import write_lora
 from tests.support.mutated_files import retyped, without_numbers
 
 

@@ -22,9 +22,10 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError, OutOfRange
 from cppbatch.llama import Context, Model
 from cppbatch.models import synthetic
-from cppbatch.models.synthetic import LlamaShape, Weight, write_gguf, write_llama, write_lora
+from cppbatch.models.synthetic import LlamaShape, Weight, write_gguf, write_llama
 from tests.support import tiny_models
 from tests.support.contexts import close, decode
+from tests.support.lora_files import write_lora
 
 TOKENS = [7, 70, 300, 12]
 Q = "blk.0.attn_q.weight"

@@ -19,9 +19,10 @@ from cppbatch.engine.media.files import decode_image
 from cppbatch.errors import LibraryError, LlamaError, ModelError
 from cppbatch.llama import Context, MediaEncoder, Model
 from cppbatch.llama import media_encoder as media_encoder_module
-from cppbatch.models.synthetic import byte_vocab, write_lora
+from cppbatch.models.synthetic import byte_vocab
 from tests.support import tiny_models, tiny_projectors
 from tests.support.fakes import greedy
+from tests.support.lora_files import write_lora
 from tests.support.media_files import image, picture, sound, tone
 from tests.support.native_engines import OpenEngine
 from tests.support.tiny_projectors import IMAGE_TOKENS, SAMPLE_RATE, SOUND_TOKENS

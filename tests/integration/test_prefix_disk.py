@@ -18,7 +18,8 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, EngineProcess, GenerationRequest, SamplingParams
 from cppbatch.errors import ConfigError
-from cppbatch.models.synthetic import LlamaShape, write_llama, write_lora
+from cppbatch.models.synthetic import LlamaShape, write_llama
+from tests.support.lora_files import write_lora
 from tests.support.server_process import ServerProcess
 from tests.support.tiny_models import scale_tensor
 

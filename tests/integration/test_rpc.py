@@ -23,11 +23,12 @@ from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.speculation.draft_model import DraftModelProposer
 from cppbatch.errors import ConfigError, LibraryError, ModelError, RpcUnreachable
 from cppbatch.llama import Backend, Context, Model
-from cppbatch.models.synthetic import LlamaShape, write_lora
+from cppbatch.models.synthetic import LlamaShape
 from cppbatch.rpc_endpoint import check_worker, parse_endpoint
 from tests.support import tiny_models
 from tests.support.contexts import PROMPT, decode
 from tests.support.listening import until
+from tests.support.lora_files import write_lora
 from tests.support.native_engines import PROMPTS, SETTINGS
 from tests.support.rpc_workers import RpcWorker
 

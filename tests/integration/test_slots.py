@@ -15,9 +15,10 @@ from cppbatch import LocalEngine
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.disk.slots import read_slot_file, write_slot_file
-from cppbatch.models.synthetic import LlamaShape, write_llama, write_lora
+from cppbatch.models.synthetic import LlamaShape, write_llama
 from cppbatch.server.settings import ServerSettings
 from tests.support.http_client import Http, answered, http_of, http_to, post
+from tests.support.lora_files import write_lora
 from tests.support.tiny_models import scale_tensor
 
 Json = dict[str, Any]

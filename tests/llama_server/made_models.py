@@ -7,8 +7,9 @@ from pathlib import Path
 
 import gguf
 
-from cppbatch.models.synthetic import GgufVocab, LlamaShape, write_llama, write_lora
+from cppbatch.models.synthetic import GgufVocab, LlamaShape, write_llama
 from tests.llama_server.story_vocab import story_vocab
+from tests.support.lora_files import write_lora
 from tests.support.tiny_models import encoder_only, reranker
 
 _SILENT = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.BYTE)

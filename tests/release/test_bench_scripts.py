@@ -124,25 +124,6 @@ def test_settings_of_the_server_are_compared_under_one_load(tiny_llama: Path) ->
     assert number(figures["cached"]["times the tokens/s"]) > 0
 
 
-def test_prefixes_on_disk_are_measured_after_a_restart(tiny_llama: Path) -> None:
-    few = ["-m", tiny_llama, "--serve=-c 4096 -np 2 -t 1 --spec off"]
-    printed = script("bench_prefix_disk.py", *few, "--tokens", 1500, "--repeats", 1)
-    without, beside = (rows(printed)[name] for name in ("without", "with"))
-    assert min(number(without[0]), number(beside[0])) > 0
-    assert number(without[1]) == 0
-    assert number(beside[1]) > 1000
-    assert "equal texts: 1 of 1" in printed
-
-
-def test_padding_the_batch_changes_no_bit_of_a_row(tiny_llama: Path) -> None:
-    """F32 weights, which show every difference; a row alone is another kernel."""
-    sizes = ["--prompt-tokens", 40, "--prompts", 1, "--layouts", "per-sequence", "--cases", "padded", "-t", 1]
-    figures = rows(script("logit_hashes.py", "-m", tiny_llama, *sizes))
-    assert figures["16 rows, prompt computed alone"] == ["AA", "AA"]
-    assert figures["1 row, padded to 16"] == ["AA", "AA"]
-    assert figures["7 rows, padded to 16"] == ["AA", "AA"]
-
-
 # --- drafts ---
 
 

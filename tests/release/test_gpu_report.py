@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from server_process import ChildProcess, free_port, run_with_timeout
 
-from cppbatch.sizing.child_process import ChildProcess, free_port, run_with_timeout
 from cppbatch.sizing.machine import this_machine
 from tests.support.fake_peers import write_llama_server, write_program
 
@@ -91,8 +91,7 @@ def test_servers_are_compared_and_one_that_does_not_start_is_reported_and_left_o
 
 
 @pytest.mark.nightly
-def test_the_report_has_swapping_times_and_the_test_result(report: dict[str, str]) -> None:
-    assert "| per-sequence | 64 |" in report["Swapping 64 tokens"]
+def test_the_report_has_the_test_result(report: dict[str, str]) -> None:
     assert "passed" in report["Tests"]
     assert "1 part failed;" in report["Tests"]
 
@@ -102,7 +101,7 @@ def test_without_peers_and_without_time_every_part_gives_the_reason_that_it_is_e
     sections = gpu_report(tmp_path, "-m", tmp_path / "none.gguf", "--minutes", "0.03")
     for name in ("unified", "per-sequence"):
         assert "was not measured: --peers was not given" in sections[f"llama-batched-bench, {name}"]
-    for name in ("The engine, and where the time of a step goes", "Swapping 64 tokens", "Tests"):
+    for name in ("The engine, and where the time of a step goes", "Tests"):
         assert "not begun, because the time for the whole report" in sections[name]
 
 
@@ -142,7 +141,7 @@ def test_a_child_that_runs_out_of_time_is_gone_with_all_it_started_and_its_outpu
 
 def test_sigterm_ends_a_script_with_the_servers_that_it_started() -> None:
     program = (
-        "import time; from cppbatch.sizing.child_process import ChildProcess\n"
+        f"import sys, time; sys.path.append({str(SCRIPT.parent)!r}); from server_process import ChildProcess\n"
         "with ChildProcess(['sleep', '60']) as child:\n"
         "    print(child.pid, flush=True)\n"
         "    time.sleep(60)"

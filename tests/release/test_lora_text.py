@@ -12,7 +12,8 @@ import pytest
 
 from cppbatch import GenerationRequest, InvalidRequest, SamplingParams
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.models.synthetic import LlamaShape, write_lora
+from cppbatch.models.synthetic import LlamaShape
+from tests.support.lora_files import write_lora
 from tests.support.lora_texts import (
     FLOATS,
     GREEDY,

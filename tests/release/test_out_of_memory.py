@@ -18,12 +18,13 @@ from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import GenerationFailed, LlamaError, ModelError, OutOfMemory
-from cppbatch.models.synthetic import LlamaShape, write_lora
+from cppbatch.models.synthetic import LlamaShape
 from cppbatch.sizing import fit_again, memory_check, placement
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.fit_again import refit
 from tests.support import tiny_models
 from tests.support.listening import until
+from tests.support.lora_files import write_lora
 from tests.support.native_engines import PROMPTS
 from tests.support.rpc_workers import RpcWorker
 from tests.support.server_process import ServerProcess

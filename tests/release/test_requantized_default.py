@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench import compare_files
+from cppbatch.bench import compare_files, quality
 from cppbatch.bench.quality import english_text
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.pull import choose_model, pull_default
@@ -32,7 +32,7 @@ def test_text_is_predicted_nearly_as_well(
 ) -> None:
     monkeypatch.setattr(compare_files, "_SPEED_SECONDS", 0)
     text = english_text()
-    monkeypatch.setattr(compare_files, "english_text", lambda: text[: len(text) // 2])
+    monkeypatch.setattr(quality, "english_text", lambda: text[: len(text) // 2])
     source, copy = compare_files.compare_files(default_source, suited_copy).rows
     assert copy["perplexity"] < 1.02 * source["perplexity"]
     assert copy["same_top_percent"] >= 94

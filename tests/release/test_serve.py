@@ -14,8 +14,8 @@ from typing import Any
 
 import openai
 import pytest
+from server_process import free_port
 
-from cppbatch.sizing.child_process import free_port
 from tests.support.batch_files import client_of, wait_until
 from tests.support.fixtures import server_process
 from tests.support.server_process import ServerProcess, answers

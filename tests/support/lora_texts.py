@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
-from cppbatch.models.synthetic import write_lora
+from tests.support.lora_files import write_lora
 
 Lora = dict[str | int, float]
 FLOATS: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32", "n_threads": 1}

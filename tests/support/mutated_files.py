@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cppbatch.models.file_header import VALUE_TYPES, WEIGHT_TYPES
-from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models, tiny_projectors
+from tests.support.lora_files import write_lora
 
 STRING, ARRAY = VALUE_TYPES.index("STRING"), VALUE_TYPES.index("ARRAY")
 FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))

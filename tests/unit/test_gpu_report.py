@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from gpu_report import markdown, read_report
+from measuring import markdown_table
 
-from cppbatch.bench.report import Column, Report, Spread, markdown, markdown_table, read_report
+from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.sizing.machine import this_machine
 
 REPORT = Report(

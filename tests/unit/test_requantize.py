@@ -31,8 +31,8 @@ from cppbatch.models.requantize import (
     suited_types,
     target_type,
 )
-from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models
+from tests.support.lora_files import write_lora
 
 ROW_BY_ROW = {"Q4_1": 0.26, "Q5_1": 0.27, "Q5_K": 0.3, "Q6_K": 0.33, "IQ4_XS": 0.28, "IQ2_XXS": 0.4, "BF16": 0.9}
 BATCHED = {"Q4_0": 0.05, "IQ4_NL": 0.051, "Q4_K": 0.06, "Q5_0": 0.14, "Q8_0": 0.12, "F16": 0.2, "F32": 0.4}

@@ -7,16 +7,13 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from time import perf_counter, process_time
-from typing import Any
 
-from cppbatch.bench.alternately import order_of_turn
 from cppbatch.bench.load.client import LoadClient
 from cppbatch.bench.load.load_report import LoadReport, make_load_report
 from cppbatch.bench.load.results import LoadIdeal, ServerRun
 from cppbatch.bench.load.target import Target, probe_server
-from cppbatch.bench.load.workload import Endpoint, LoadRequest, LoadSettings, Workload, warm_up
-from cppbatch.bench.report import Spread
-from cppbatch.bench.text_workloads import TEXT_WORKLOADS
+from cppbatch.bench.load.workload import LoadRequest, LoadSettings, warm_up
+from cppbatch.bench.report import order_of_turn
 from cppbatch.engine.ideal import BareCosts
 
 Progress = Callable[[str, int, int, int], None]
@@ -39,20 +36,6 @@ def compare_servers(
         if not any(run.outcomes for run in runs):
             raise
     return make_load_report(runs, load, len(targets), ideal)
-
-
-def measure_server(
-    url: str, workload: Workload, *, seed: int, concurrency: int = 16, warmup: int = 0, timeout: float = 300
-) -> dict[str, Any]:
-    """Puts a load on one server and returns its figures: those of a row of the report, as numbers, by key."""
-    endpoint: Endpoint = "chat" if workload.kind in TEXT_WORKLOADS else "completions"
-    load = LoadSettings(
-        workload=workload, concurrency=concurrency, warmup=warmup, seed=seed, repeats=1, endpoint=endpoint,
-        timeout=timeout,
-    )  # fmt: skip
-    (row,) = compare_servers([Target("server", url)], load, lambda *progress: None).rows
-    figures = {key: value.median if isinstance(value, Spread) else value for key, value in row.items()}
-    return {key: value for key, value in figures.items() if value is None or isinstance(value, (int, float))}
 
 
 async def _measure(

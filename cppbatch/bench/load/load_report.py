@@ -11,7 +11,6 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from cppbatch.bench.alternately import Comparison
 from cppbatch.bench.load.results import LoadIdeal, ServerRun, run_figures, server_row, table_columns
 from cppbatch.bench.load.workload import LoadSettings
 from cppbatch.bench.report import Report, Spread, format_cell
@@ -116,13 +115,15 @@ def _ratio(ratio: Spread | None) -> str:
 
 def _ratios(runs: Sequence[ServerRun], labels: Sequence[str], bound_ms: float | None) -> dict[str, dict[str, Spread]]:
     """Returns the ratios of each server to the first one, in repeats that both have completed."""
-    found = Comparison(labels)
-    for run in runs:
-        if run.is_complete:
-            found.add(run.server.label, run.repeat, run_figures(run, bound_ms))
-    keys = {key for turn in found.turns for figures in turn.values() for key in figures}
-    each = {label: {key: found.ratio(key, label, labels[0]) for key in keys} for label in labels[1:]}
-    return {label: {key: ratio for key, ratio in of.items() if ratio} for label, of in each.items()}
+    figures = {(run.server.label, run.repeat): run_figures(run, bound_ms) for run in runs if run.is_complete}
+    of_first = {repeat: each for (label, repeat), each in figures.items() if label == labels[0]}
+    ratios: dict[str, dict[str, Spread]] = {label: {} for label in labels[1:]}
+    for label, of_label in ratios.items():
+        pairs = [(figures[label, repeat], first) for repeat, first in of_first.items() if (label, repeat) in figures]
+        for key in pairs[0][0] if pairs else ():
+            if ratio := Spread.of_ratios((one[key], first[key]) for one, first in pairs):
+                of_label[key] = ratio
+    return ratios
 
 
 def server_notes(runs: Sequence[ServerRun]) -> Iterator[str]:

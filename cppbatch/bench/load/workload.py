@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cppbatch.bench.prompts import Lengths, random_text
+from cppbatch.bench.prompts import Lengths, check_least, random_text
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.errors import ConfigError
 
@@ -65,10 +65,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self.prompt_tokens.check("--prompt-tokens")
         self.output_tokens.check("--output-tokens")
-        at_least_one = {"--requests": self.n_requests, "--samples": self.samples}
-        for flag, value in at_least_one.items():
-            if value < 1:
-                raise ConfigError(f"{flag} is {value}; it must be at least 1")
+        check_least({"--requests": self.n_requests, "--samples": self.samples})
 
     def __str__(self) -> str:
         if text := TEXT_WORKLOADS.get(self.kind):
@@ -186,10 +183,8 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for a request."""
 
     def __post_init__(self) -> None:
-        counts = [("--concurrency", self.concurrency, 1), ("--repeats", self.repeats, 1), ("--warmup", self.warmup, 0)]
-        for flag, value, least in counts:
-            if value < least:
-                raise ConfigError(f"{flag} is {value}; it must be at least {least}")
+        check_least({"--concurrency": self.concurrency, "--repeats": self.repeats})
+        check_least({"--warmup": self.warmup}, 0)
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("--api-key contains characters that are not allowed in a header, such as a line break")
         above_zero = {"--rate": self.rate, "--timeout": self.timeout, "--latency-bound-ms": self.latency_bound_ms}

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cppbatch.bench.bare_costs import measure_bare_costs
-from cppbatch.bench.prompts import Lengths, check_can_run, random_prompt
+from cppbatch.bench.prompts import Lengths, check_can_run, check_least, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.bench.strategies import STRATEGIES
@@ -70,9 +70,7 @@ class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.max_wait_ms < float("inf"):
             raise ConfigError(f"--max-wait-ms is {self.max_wait_ms}; it must be 0 or more")
-        for name, flag in (("bucket", "--bucket"), ("repeats", "--repeats")):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag} is {getattr(self, name)}; it must be at least 1")
+        check_least({"--bucket": self.bucket, "--repeats": self.repeats})
 
 
 def make_schedulers(*, max_wait_s: float, bucket: int) -> dict[str, Callable[..., Scheduler]]:
@@ -242,8 +240,7 @@ class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.n_requests < 1:
-            raise ConfigError(f"--requests is {self.n_requests}; it must be at least 1")
+        check_least({"--requests": self.n_requests})
         self.prompt_tokens.check("--prompt-tokens")
         self.new_tokens.check("--new-tokens")
         if not 0 <= self.rate < float("inf"):

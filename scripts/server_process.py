@@ -1,23 +1,30 @@
-"""Child processes with time limits. They may hang or crash without harm to the measuring process."""
+"""Child processes with time limits, which may hang or crash without harm to the measuring process, and servers."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from cppbatch.child_processes import ends_with_parent
 from cppbatch.errors import UnusableServer
 from cppbatch.interrupts import interrupt_on_termination
+
+if TYPE_CHECKING:
+    from cppbatch.bench.load.workload import Workload
+
+_HTTP_SECONDS = 600
 
 
 class CommandResult(NamedTuple):
@@ -139,3 +146,48 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def serve_command(model: str | Path, *flags: object) -> list[str]:
+    """Returns the command of `cppbatch serve` with this Python."""
+    return [sys.executable, "-m", "cppbatch", "serve", "-m", str(model), *map(str, flags)]
+
+
+@contextlib.contextmanager
+def running_servers(commands: Mapping[str, Sequence[str | Path]]) -> Iterator[dict[str, RunningServer]]:
+    """Starts a server for each name, and ends all of them after the block. Raises `UnusableServer`."""
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(running_server(command)) for name, command in commands.items()}
+
+
+def get_json(url: str) -> Any:
+    """Returns the decoded answer to a GET. Raises OSError."""
+    with urllib.request.urlopen(url, timeout=_HTTP_SECONDS) as answer:
+        return json.load(answer)
+
+
+def post_json(url: str, body: object) -> Any:
+    """Returns the decoded answer to a POST of JSON. Raises OSError."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
+        return json.load(answer)
+
+
+def measure_server(
+    url: str, workload: Workload, *, seed: int, concurrency: int = 16, warmup: int = 0, timeout: float = 300
+) -> dict[str, Any]:
+    """Puts a load on one server and returns its figures: those of a row of the report, as numbers, by key."""
+    from cppbatch.bench.load.compare_servers import compare_servers
+    from cppbatch.bench.load.target import Target
+    from cppbatch.bench.load.workload import Endpoint, LoadSettings
+    from cppbatch.bench.report import Spread
+    from cppbatch.bench.text_workloads import TEXT_WORKLOADS
+
+    endpoint: Endpoint = "chat" if workload.kind in TEXT_WORKLOADS else "completions"
+    load = LoadSettings(
+        workload=workload, concurrency=concurrency, warmup=warmup, seed=seed, repeats=1, endpoint=endpoint,
+        timeout=timeout,
+    )  # fmt: skip
+    (row,) = compare_servers([Target("server", url)], load, lambda *progress: None).rows
+    figures = {key: value.median if isinstance(value, Spread) else value for key, value in row.items()}
+    return {key: value for key, value in figures.items() if value is None or isinstance(value, (int, float))}

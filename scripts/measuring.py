@@ -7,28 +7,17 @@ the turns' ratios counts. Every other turn has the reverse order.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from cppbatch.bench.report import Column, Spread, markdown_table
-from cppbatch.sizing.child_process import RunningServer, running_server
+from cppbatch.bench.report import Column, Spread, order_of_turn
 
-T = TypeVar("T")
 Figures = Mapping[str, float | None]
 """The figures of a variant in one turn by key; None: not measured."""
-_HTTP_SECONDS = 600
 _SHOWN = 5  # figures of each measurement on stderr
-
-
-def order_of_turn(items: Iterable[T], turn: int) -> list[T]:
-    """Returns the items in the order in which turn number `turn` measures them."""
-    return list(items)[:: -1 if turn % 2 else 1]
 
 
 class Comparison:
@@ -74,7 +63,7 @@ class Comparison:
     def ratio(self, key: str, name: str, base: str) -> Spread | None:
         """Returns the ratios of two variants' figures of the same turn; None without such a pair."""
         pairs = zip(self.values(name, key), self.values(base, key), strict=True)
-        return Spread.of_known(one / other for one, other in pairs if one and other)
+        return Spread.of_ratios(pairs)
 
     def table(
         self, columns: Sequence[Column], ratios: Mapping[str, str] | None = None, base: str = "", digits: int = 2
@@ -117,32 +106,13 @@ def ratio_cell(ratio: Spread | None, digits: int = 2) -> str:
     return "-" if ratio is None else ratio.range_text(digits)
 
 
-# --- servers and other processes -------------------------------------------------------------------------------------
-
-
-def serve_command(model: str | Path, *flags: object) -> list[str]:
-    """Returns the command of `cppbatch serve` with this Python."""
-    return [sys.executable, "-m", "cppbatch", "serve", "-m", str(model), *map(str, flags)]
-
-
-@contextlib.contextmanager
-def running_servers(commands: Mapping[str, Sequence[str | Path]]) -> Iterator[dict[str, RunningServer]]:
-    """Starts a server for each name, and ends all of them after the block. Raises `UnusableServer`."""
-    with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(running_server(command)) for name, command in commands.items()}
-
-
-def get_json(url: str) -> Any:
-    """Returns the decoded answer to a GET. Raises OSError."""
-    with urllib.request.urlopen(url, timeout=_HTTP_SECONDS) as answer:
-        return json.load(answer)
-
-
-def post_json(url: str, body: object) -> Any:
-    """Returns the decoded answer to a POST of JSON. Raises OSError."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
-        return json.load(answer)
+def markdown_table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """Returns a table with the first column left-aligned and the others right-aligned."""
+    titles = list(head)
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *body]
+    return "\n".join(
+        "| " + " | ".join(" ".join(each.split()).replace("|", "\\|") for each in line) + " |" for line in lines
+    )
 
 
 class MeasuringChild:
@@ -178,9 +148,6 @@ def answer_lines(answer: Callable[..., Any]) -> None:
     """Answers the questions of a `MeasuringChild` until the standard input ends."""
     for line in sys.stdin:
         print("answer " + json.dumps(answer(*json.loads(line))), flush=True)
-
-
-# --- command lines ---------------------------------------------------------------------------------------------------
 
 
 def script_arguments(about: str | None, *, turns: int | None = None) -> argparse.ArgumentParser:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cppbatch.bench.alternately import Comparison, order_of_turn
-from cppbatch.bench.report import Column, Spread
+from measuring import Comparison
+
+from cppbatch.bench.report import Column, Spread, order_of_turn
 
 
 def compared() -> Comparison:
