@@ -154,9 +154,6 @@ def test_a_form_that_makes_no_run_shows_the_reason(call: Call, message: str) -> 
     assert plan(call, **BAD_FORMS[message]).startswith(f"ERROR {message}")
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
-
-
 def diff(call: Call, before: str, after: str) -> list[str]:
     marks = {"same": " ", "removed": "-", "added": "+"}
     return [marks[part["kind"]] + part["text"] for part in call("word_diff", "m.wordDiff(a[0], a[1])", before, after)]

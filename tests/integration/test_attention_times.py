@@ -46,9 +46,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-# --- times ---
-
-
 @pytest.mark.parametrize(("layout", "n_parallel"), [("per-sequence", 2), ("unified", 1), ("unified", 3)])
 def test_every_kind_that_llama_cpp_can_compute_is_timed(layout: str, n_parallel: int) -> None:
     times = attention_times(AttentionTask(SMALL, layout, n_parallel, 512))  # type: ignore[arg-type]
@@ -82,9 +79,6 @@ def test_the_attention_shape_is_known_for_plain_attention_only(
     assert attention_shape(tiny_llama)
     assert attention_shape(tiny_swa) is None
     assert attention_shape(tiny_mamba) is None
-
-
-# --- what an engine starts with ---
 
 
 @pytest.fixture
@@ -205,9 +199,6 @@ def test_an_engine_computes_with_what_was_chosen_in_both_layouts(config: EngineC
         engine.generate([[5 + i % 200 for i in range(700)]], params)  # longer than a stream: the layout changes
         assert engine.stats().kv_layout == "unified"
         assert len(short) == 8
-
-
-# --- quality ---
 
 
 def test_the_divergence_of_cache_types_is_measured_and_kept(config: EngineConfig) -> None:

@@ -64,9 +64,6 @@ def reference(template: ChatTemplate, conversation: Conversation) -> str | None:
     return text
 
 
-# --- equal to the reference -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(900)  # the first test on a machine fetches the templates
 @pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 def test_a_conversation_is_rendered_as_transformers_renders_it(
@@ -113,9 +110,6 @@ def test_templates_write_calls_right_in_the_way_that_was_found_out(models_templa
         assert "None" not in text, name
 
 
-# --- known names ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "model"),
@@ -138,9 +132,6 @@ def test_a_known_name_writes_what_its_models_own_template_does(
     if name == "mistral":
         text, own = text.replace(" ", ""), own.replace(" ", "")
     assert text == own
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak

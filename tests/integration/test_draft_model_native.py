@@ -43,9 +43,6 @@ def draft_of(engine: BatchInferenceEngine) -> DraftModelProposer:
     return proposer
 
 
-# --- drafts -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prompts", [PROMPTS[:4], [STEM + each for each in PROMPTS[:4]]], ids=["distinct", "stem"])
 def test_drafts_are_the_greedy_text_of_the_draft_model(tiny_llama: Path, other_llama: Path, prompts: list[str]) -> None:
     n = 12
@@ -117,9 +114,6 @@ def test_a_larger_copy_for_measuring_writes_the_same_text(tiny_llama: Path, tmp_
     assert texts(larger, greedy(20), spec="off") == texts(tiny_llama, greedy(20), spec="off")
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
-
-
 def renamed(path: Path) -> Path:
     vocab = byte_vocab()
     pieces = list(vocab.pieces)
@@ -177,9 +171,6 @@ def test_a_draft_model_that_is_not_used_is_not_loaded(tiny_llama: Path, spec: An
     runtime = load_runtime(config(tiny_llama, Path("nowhere.gguf"), spec=spec))
     assert not any(proposer.costs_compute for proposer in runtime.proposers)
     runtime.close()
-
-
-# --- memory -------------------------------------------------------------------------------------------------------
 
 
 def test_the_memory_of_the_draft_model_is_predicted(tiny_llama: Path, other_llama: Path) -> None:

@@ -236,9 +236,6 @@ def test_a_reranker_without_a_pooling_type_in_its_file_works_with_pooling_rank(
         assert np.array_equal(said.embed(PAIRS), engine.embed(PAIRS))
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("write", [tiny_models.diffusion, tiny_models.encoder_decoder])
 @pytest.mark.parametrize("pooling", [None, "mean"])
 def test_models_of_other_kinds_are_refused_plainly(write: Callable[[Path], Path], pooling: Any, tmp_path: Path) -> None:

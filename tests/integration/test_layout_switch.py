@@ -44,9 +44,6 @@ def texts(engine: BatchInferenceEngine, prompts: list[str], params: SamplingPara
     raise AssertionError("the engine does not come to an end")
 
 
-# --- the same texts ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("swap_space", [64, 0], ids=["carried", "recomputed"])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_swa"])
@@ -88,9 +85,6 @@ def test_without_a_prefix_cache_nothing_is_shared_in_either_layout(open_engine: 
         == [texts(open_engine(tiny_llama, kv_layout="unified"), ["the same prompt " * 3], GREEDY)[0]] * 4
     )
     assert engine.stats().prefix_queries == 0
-
-
-# --- what streams cannot hold --------------------------------------------------------------------------------------
 
 
 def test_a_prompt_longer_than_a_stream_is_answered_as_in_the_unified_layout(
@@ -173,9 +167,6 @@ def test_prompts_that_share_1600_tokens_end_in_unified_cells(open_engine: OpenEn
     assert texts(engine, prompts, params) == expected
     assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("unified", 1)
     assert engine.stats().recomputes == 0
-
-
-# --- which engines switch -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

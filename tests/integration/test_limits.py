@@ -33,9 +33,6 @@ def limited(engine: LocalEngine, keys: Keys | None = None, **limits: Any) -> Htt
     return http_to(engine, ServerSettings(keys=keys or Keys(), limits=Limits(**limits)))
 
 
-# --- the fields of a request ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_larger_max_tokens_than_allowed_is_a_400_that_names_it(engine: HeldEngine, path: str) -> None:
     async with limited(engine, max_tokens=8) as http:
@@ -80,9 +77,6 @@ async def test_a_request_ends_after_the_servers_timeout_or_its_own_shorter_one(t
             body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, **given}
             status, answer = await post(http, "/v1/completions", body)
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "timeout")
-
-
-# --- bodies and headers -----------------------------------------------------------------------------------------------
 
 
 async def test_a_declared_gigabyte_is_refused_unread(engine: HeldEngine) -> None:
@@ -148,9 +142,6 @@ async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
             writer.close()
             async with http_to(engine) as http, http.get("/health") as fine:
                 assert fine.status == 200
-
-
-# --- how many at once -------------------------------------------------------------------------------------------------
 
 
 async def test_one_keys_requests_are_limited_and_the_others_continue(engine: HeldEngine) -> None:

@@ -13,8 +13,6 @@ from cppbatch.errors import CacheFull, LlamaError, OutOfRange
 from cppbatch.llama import Batch, Context, Model
 from tests.support.contexts import PROMPT, close, decode
 
-# --- refusals ----------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -132,9 +130,6 @@ def test_logits_before_the_first_decode_are_refused(context: Context) -> None:
         context.logits(1)
 
 
-# --- full cells --------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make_context: Callable[..., Context]) -> None:
     untouched, context = make_context(), make_context()
     for each in (untouched, context):
@@ -157,9 +152,6 @@ def test_removed_cells_are_free_at_once(unified_context: Context) -> None:
     for _ in range(5):
         decode(unified_context, [7] * 256)
         assert unified_context.remove(0)
-
-
-# --- logits ------------------------------------------------------------------------------------------------------
 
 
 def test_logits_are_a_writable_view_of_llama_cpps_own_memory(context: Context) -> None:
@@ -187,9 +179,6 @@ def test_logits_keep_the_batchs_order_when_the_batch_is_split(
         batch.add_run(prompts[i], 0, i, n_logits=1)
     context.decode(batch)
     assert all(close(row, alone[i]) for row, i in zip(context.logits(4), order, strict=True))
-
-
-# --- closing -----------------------------------------------------------------------------------------------------
 
 
 def test_a_model_may_be_closed_before_its_contexts(tiny_llama: Path) -> None:

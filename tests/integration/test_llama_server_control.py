@@ -30,9 +30,6 @@ async def text_of(http: Http, **fields: Any) -> str:
     return str(answer["content"])
 
 
-# --- LoRA adapters ----------------------------------------------------------------------------------------------------
-
-
 async def test_posted_scales_are_those_of_later_requests_without_their_own(tiny_llama: Path, tmp_path: Path) -> None:
     files = [write_lora(tmp_path / f"{name}.gguf", seed=seed) for seed, name in ((1, "loud"), (2, "calm"))]
     async with serve(tiny_llama, {"lora": ((str(files[0]), 0.5), (str(files[1]), 1.0))}) as http:
@@ -67,9 +64,6 @@ async def test_scales_that_cannot_be_set_change_nothing(
         status, answer = await post(http, "/lora-adapters", body)
         assert (status, answer["error"]["param"]) == (400, field)
         assert (await get(http, "/lora-adapters"))[1][0]["scale"] == 0.5
-
-
-# --- properties ------------------------------------------------------------------------------------
 
 
 async def test_props_are_posted_where_that_is_allowed(tiny_llama: Path) -> None:

@@ -48,9 +48,6 @@ async def refused(http: Http, path: str, body: object) -> tuple[int, str]:
         return answer.status, (await answer.json())["error"]["param"]
 
 
-# --- the same endpoints by other paths --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -81,9 +78,6 @@ async def test_rerankers_have_llama_servers_paths(reranker: Http, path: str) -> 
         assert one["relevance_score"] == pytest.approx(same["relevance_score"], rel=1e-5)  # computed in another batch
 
 
-# --- the length of a prompt -------------------------------------------------------------------------------------------
-
-
 async def test_input_tokens_are_those_of_the_same_request(http: Http) -> None:
     chat: Json = {"messages": [{"role": "system", "content": "Be brief."}, *HELLO], "max_tokens": 1}
     counted = await answered(http, "/v1/chat/completions/input_tokens", chat)
@@ -101,9 +95,6 @@ async def test_openais_client_counts_input_tokens(http: Http) -> None:
     client = openai.AsyncOpenAI(base_url=str(http.make_url("/v1")), api_key="none", max_retries=0)
     counted = await client.responses.input_tokens.count(model="any", input="Hello")
     assert (counted.object, counted.input_tokens > 0) == ("response.input_tokens", True)
-
-
-# --- scores in TEI's form ---------------------------------------------------------------------------------------------
 
 
 async def test_texts_are_ranked_in_teis_form(reranker: Http) -> None:
@@ -133,9 +124,6 @@ async def test_invalid_rerank_requests_are_refused(reranker: Http, field: str, g
     assert (await refused(reranker, "/rerank", {"query": "a", "texts": ["b"], "documents": ["b"]})) == (400, "texts")
 
 
-# --- vectors in llama-server's form -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["/embeddings", "/embedding"])
 async def test_vectors_are_listed_in_llama_servers_form(encoder: Http, path: str) -> None:
     expected = (await answered(encoder, "/v1/embeddings", {"input": ["a b", "c"]}))["data"]
@@ -158,9 +146,6 @@ async def test_vectors_are_listed_in_llama_servers_form(encoder: Http, path: str
 )  # fmt: skip
 async def test_other_forms_of_vectors_are_refused(encoder: Http, body: Json, field: str) -> None:
     assert await refused(encoder, "/embeddings", body) == (400, field)
-
-
-# --- system_fingerprint -----------------------------------------------------------------------------------------------
 
 
 async def test_the_fingerprint_is_in_every_object_and_changes_with_the_settings(http: Http, tiny_llama: Path) -> None:

@@ -62,9 +62,6 @@ def assert_exact_alone(path: Path, prompt: str | list[int], params: SamplingPara
     return result
 
 
-# --- llama.cpp: exact alone ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_top", [0, 1, 5, 20])
 def test_of_greedy_tokens_they_are_the_log_softmax_of_the_model(tiny_llama: Path, n_top: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=n_top)
@@ -116,9 +113,6 @@ def test_with_max_tokens_0_only_the_prompt_is_scored(tiny_llama: Path, prompt: s
     result = assert_exact_alone(tiny_llama, prompt, SamplingParams(max_tokens=0, logprobs=n_top, echo=True))
     assert (result.tokens, result.finish_reason, result.usage.completion_tokens) == ([], "length", 0)
     assert len(result.logprobs) == result.usage.prompt_tokens
-
-
-# --- llama.cpp: in company -------------------------------------------------------------------------------------------
 
 
 def params_of_a_crowd(*, echo: bool) -> list[SamplingParams]:
@@ -198,9 +192,6 @@ def test_preemption_in_a_tiny_cache_changes_no_scores(tiny_llama: Path, swap_spa
         stats = engine.stats()
         assert (stats.swaps > 0, stats.recomputes > 0) == (swap_space > 0, swap_space == 0)
         assert_those_of_the_model_alone(engine, tiny_llama, PROMPTS, params, results)
-
-
-# --- the offset of a token in the text -------------------------------------------------------------------------------
 
 
 NO_BYTES = tuple(range(5, 261))  # of the tiny models: so that every piece is whole characters

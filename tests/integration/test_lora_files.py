@@ -51,9 +51,6 @@ def pair(name: str = Q, a: tuple[int, ...] = (4, 64), b: tuple[int, ...] = (64, 
 EMBEDDING = pair("token_embd.weight", (512, 4), (64, 4))
 
 
-# --- what works -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def context(tiny_llama: Path, tmp_path: Path) -> Any:
     with Model(tiny_llama) as model:
@@ -174,9 +171,6 @@ def test_two_adapters_of_one_name_are_refused() -> None:
 def test_adapters_are_pairs_of_a_file_and_a_scale(lora: Any) -> None:
     with pytest.raises(ConfigError, match=r"\(file, scale\) pairs"):
         EngineConfig(model_path="", lora=lora)
-
-
-# --- on the command line --------------------------------------------------------------------------------------------
 
 
 @click.command()

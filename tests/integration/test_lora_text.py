@@ -39,9 +39,6 @@ def expected(tiny_llama: Path, adapters: Files) -> list[str]:
     return texts_apart(tiny_llama, adapters)
 
 
-# --- in a batch with others -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_16_of_16_texts_mixed_equal_those_of_engines_with_these_adapters_only(
     tiny_llama: Path, adapters: Files, expected: list[str], layout: KvLayout
@@ -91,9 +88,6 @@ def test_a_request_without_lora_gets_the_adapters_with_their_startup_scales(
         assert engine.generate([PROMPTS[2]], GREEDY, lora={"x": 0, "y": 1e-50})[0].text == expected[OF.index({})]
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("lora", "reason"),
     [
@@ -128,9 +122,6 @@ def test_an_adapter_is_refused_by_an_engine_without_adapters(tiny_llama: Path) -
         with pytest.raises(InvalidRequest, match=r"adapter 'x' not found; available: none"):
             engine.add_request("a", lora={"x": 1})
         assert engine.generate(["a"], GREEDY, lora={})[0].text
-
-
-# --- in a worker process, over HTTP ---------------------------------------------------------------------------------
 
 
 async def test_over_http_adapters_are_chosen_by_name_or_as_llama_server_has_it(

@@ -40,9 +40,6 @@ def drawn_by_llama(row: Row, filters: Filters, n: int, seed: int = 1) -> Counts:
         return np.bincount([chain.sample(row, seed) for seed in seeds], minlength=len(row))
 
 
-# --- the distribution -----------------------------------------------------------------------------------------------
-
-
 @cases(ring=5_000, soak=20_000)
 @pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
 def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters, n_cases: int) -> None:
@@ -70,9 +67,6 @@ def test_a_chain_of_llama_cpp_leaves_that_distribution(filters: Filters) -> None
     assert token in left["id"]
 
 
-# --- the support ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_every_token_that_llama_cpp_can_draw_comes_and_no_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -85,9 +79,6 @@ def test_every_token_that_llama_cpp_can_draw_comes_and_no_other(seed: int) -> No
     )
     theirs = np.flatnonzero(drawn_by_llama(row, filters, 4000))
     assert np.flatnonzero(drawn(row, filters, keys(4000))).tolist() == theirs.tolist()
-
-
-# --- ties -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

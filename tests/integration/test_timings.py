@@ -55,9 +55,6 @@ def fresh() -> Json:
 _SALTS = itertools.count()
 
 
-# --- progress of the prompt -----------------------------------------------------------------------------------------
-
-
 @paths
 def test_progress_grows_from_nothing_to_the_whole_prompt(server: ChatServer, path: str) -> None:
     events = stream(server, path, return_progress=True, **fresh())
@@ -98,9 +95,6 @@ def test_events_of_progress_have_the_form_that_each_api_gives_them(server: ChatS
     messages = stream(server, "/v1/messages", return_progress=True)
     kinds = {event["type"] for event in messages if "prompt_progress" in event}
     assert (messages[0]["type"], kinds) == ("message_start", {"ping"})
-
-
-# --- timings --------------------------------------------------------------------------------------------------------
 
 
 @paths
@@ -150,9 +144,6 @@ def test_the_chunk_with_the_usage_has_timings_too(server: ChatServer) -> None:
     assert events[-1]["timings"]["predicted_n"] == events[-1]["usage"]["completion_tokens"] == 6
 
 
-# --- Anthropic's first event ----------------------------------------------------------------------------------------
-
-
 def test_a_message_starts_with_its_number_of_prompt_tokens(server: ChatServer) -> None:
     counting = {"model": "tiny-llama", "messages": LONG}
     n_tokens = server.post("/v1/messages/count_tokens", counting)["input_tokens"]
@@ -186,9 +177,6 @@ def test_a_message_starts_before_its_prompt_is_computed(server: ChatServer, monk
     assert usage["input_tokens"] > 64
 
 
-# --- the first chunks of OpenAI's streams ---------------------------------------------------------------------------
-
-
 def test_a_chat_stream_starts_with_the_role_and_null_content(server: ChatServer) -> None:
     events = stream(server, "/v1/chat/completions")
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
@@ -201,9 +189,6 @@ def test_only_the_last_chunk_has_the_usage_if_it_is_included(server: ChatServer,
     assert not any("usage" in event for event in others)
     assert last["usage"]["completion_tokens"] == 6
     assert not any("usage" in event for event in stream(server, path))
-
-
-# --- __verbose ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -225,9 +210,6 @@ def test_streams_show_verbose_where_llama_server_does(server: ChatServer) -> Non
     completions = stream(server, "/v1/completions", verbose=True)
     assert all("__verbose" in event for event in completions)
     assert [event["__verbose"]["stop"] for event in completions] == [False] * (len(completions) - 1) + [True]
-
-
-# --- /completion ----------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_list_of_response_fields_means_all_of_them(server: ChatServer) -> None:

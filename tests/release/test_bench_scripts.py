@@ -13,8 +13,6 @@ from tests.support.scripts import ROOT, columns, number, rows, script
 
 pytestmark = pytest.mark.nightly
 
-# --- /generate/batch ---
-
 
 def test_the_batch_endpoint_is_measured_beside_single_requests_in_one_run(tiny_llama: Path) -> None:
     few = ["--prompts", "1,3", "--tokens", 4, "--repeats", 1, "--", "-m", tiny_llama, "-np", 4]
@@ -26,9 +24,6 @@ def test_the_batch_endpoint_is_measured_beside_single_requests_in_one_run(tiny_l
         assert min(one_by_one, at_once, batch) > 0
         assert gain == pytest.approx(batch / one_by_one, rel=0.1)
     assert "of 64 prompts this one failed: 13 (" in printed
-
-
-# --- beside llama-server ---
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +63,6 @@ def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_p
     assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
     assert figures["full-cells: longest gap, ms"][:2] == ["50.0", "50.0"]
     assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
-
-
-# --- the engine ---
 
 
 def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
@@ -124,9 +116,6 @@ def test_settings_of_the_server_are_compared_under_one_load(tiny_llama: Path) ->
     assert number(figures["cached"]["times the tokens/s"]) > 0
 
 
-# --- drafts ---
-
-
 def test_the_gain_of_drafts_is_simulated_on_texts_of_the_model(default_model: Path) -> None:
     printed = script("simulate_drafts.py", default_model, "-B", "1", "--workloads", "job", "--requests", 1)
     assert "job: " in printed
@@ -164,9 +153,6 @@ def test_drafts_that_are_all_right_show_what_rows_cost(tmp_path: Path) -> None:
     assert re.fullmatch(r"quote, B = 1: [\d.]+ \([\d.]+ to [\d.]+\)\n", printed)
 
 
-# --- a sleeping server ---
-
-
 def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
     default_model: Path, tmp_path: Path
 ) -> None:
@@ -178,9 +164,6 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
     assert figures["memory after"] < 1.1 * figures["memory before"], "nothing is left of the worker before"
     assert 0 < figures["first token, awake"] < figures["first token, asleep"], "a worker starts first"
     assert "1 different texts" in printed
-
-
-# --- streams beside something else ---
 
 
 def test_streams_are_measured_alone_and_beside_images_texts_and_attacks(default_model: Path) -> None:

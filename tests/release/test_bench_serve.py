@@ -25,9 +25,6 @@ def bench(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-# --- the command ---
-
-
 def test_the_command_fails_in_one_line() -> None:
     out, err = (process := bench("--url", "http://127.0.0.1:9")).communicate(timeout=30)
     assert (process.returncode, out) == (2, "")
@@ -76,9 +73,6 @@ def test_the_client_does_not_load_llama_cpp() -> None:
     modules = "cppbatch.bench.load.compare_servers, cppbatch.bench.load.results"
     code = f"import sys, {modules}; print('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-# --- which requests ---
 
 
 def test_prompts_have_about_as_many_tokens_as_asked(default_model: Path) -> None:

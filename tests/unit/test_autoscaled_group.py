@@ -413,9 +413,6 @@ def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
     assert downs > 20
 
 
-# --- what can be asked for ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -35,9 +35,6 @@ def test_the_lowest_priority_is_that_of_background_work() -> None:
     assert GenerationRequest(id="", prompt="", priority=BACKGROUND).priority == BACKGROUND
 
 
-# --- the first token of others --------------------------------------------------------------------------------------
-
-
 def test_while_a_prompt_is_read_background_rows_and_prompts_pause_and_then_continue() -> None:
     policy = Policy(n_ctx=512)
     streams = background(policy, 2)
@@ -123,9 +120,6 @@ def test_paused_rows_are_not_counted_in_measured_steps() -> None:
     assert times.cost.rows_s((3,)) == pytest.approx(0.3)
 
 
-# --- background prompts ---------------------------------------------------------------------------------------------
-
-
 def test_many_background_prompts_hold_up_streams_of_others_no_more_than_one_does() -> None:
     policy = Policy(n_ctx=1024, n_parallel=8)
     stream = policy.add(NONE)
@@ -146,9 +140,6 @@ def test_without_such_streams_they_are_read_together_however_few_decode() -> Non
         policy.step(lambda plan: 0.001 * plan.n_tokens)
     background(policy, 7, 20)
     assert policy.step(lambda plan: 0.001 * plan.n_tokens).n_tokens == 16
-
-
-# --- cells and places -----------------------------------------------------------------------------------------------
 
 
 def test_one_that_comes_when_background_work_has_all_places_and_cells_is_admitted_and_read_at_once() -> None:
@@ -190,9 +181,6 @@ def test_the_step_in_which_cells_run_out_still_admits_one_of_higher_priority() -
     urgent = policy.add(NONE, 8)
     assert policy.step().admitted == [urgent]
     assert streams[0].status is SeqStatus.DECODE
-
-
-# --- no request starves ---------------------------------------------------------------------------------------------
 
 
 def test_endless_prompts_delay_background_work_until_it_ranks_before_them() -> None:

@@ -43,9 +43,6 @@ async def send_all(fake: FakeOpenAI, n: int = 5, n_clients: int = 1, timeout: fl
     return outcomes
 
 
-# --- one request ---
-
-
 async def test_a_closed_loop_never_has_more_in_flight_than_clients() -> None:
     fake = FakeOpenAI(first_after=0.01)
     outcomes = await send_all(fake, n=24, n_clients=4)
@@ -99,9 +96,6 @@ async def test_usage_that_is_less_than_the_received_tokens_is_ignored() -> None:
     """llama-server reports the tokens of one text if `n` were requested."""
     outcomes = await send_all(FakeOpenAI(tokens_told=2), n=2)
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
-
-
-# --- servers ---
 
 
 def a_load(workload: Workload = FIXED, **settings: Any) -> LoadSettings:
@@ -225,9 +219,6 @@ def test_addresses_are_read_as_people_write_them() -> None:
     for wrong in ("127.0.0.1:8080", "ours=", "ftp://host", "http://", "http://host:port"):
         with pytest.raises(ConfigError, match="--url"):
             Target.read(wrong)
-
-
-# --- the command ---
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ def scripted(engine: BatchInferenceEngine, script: list[Any] = SCRIPT, **params:
     return form
 
 
-# --- conversations --------------------------------------------------------------------------------------------------
-
-
 def test_the_prompt_of_a_conversation_is_the_models_template(engine: BatchInferenceEngine) -> None:
     (alone,) = engine.generate([CHATML], SHORT)
     answer = engine.chat(HELLO, SHORT)
@@ -74,9 +71,6 @@ def test_a_system_message_is_put_before_each_conversation(engine: BatchInference
     assert form.asked["messages"] == [{"role": "system", "content": "Be brief."}, *HELLO]
     with pytest.raises(InvalidRequest, match="system: cannot be combined with a system message"):
         engine.chat([{"role": "system", "content": "x"}, *HELLO], SHORT, system="Be brief.")
-
-
-# --- answers --------------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_parsed_into_reasoning_text_and_calls(engine: BatchInferenceEngine) -> None:
@@ -134,9 +128,6 @@ def test_a_conversation_that_fails_says_so_and_has_no_message_of_another(engine:
     answer = engine.chat("hello", SHORT)
     assert answer.finish_reason is FinishReason.ERROR
     assert "on fire" in str(answer.error)
-
-
-# --- options --------------------------------------------------------------------------------------------------------
 
 
 def test_template_options_work_as_on_the_server(engine: BatchInferenceEngine) -> None:
@@ -201,9 +192,6 @@ def test_invalid_arguments_are_named_before_anything_runs(
 def test_an_unknown_template_is_refused(engine: BatchInferenceEngine) -> None:
     with pytest.raises(ConfigError, match=r"nosuch.*chatml"):
         engine.chat("a", chat_template="nosuch")
-
-
-# --- messages in the other calls ------------------------------------------------------------------------------------
 
 
 def test_generate_stream_and_map_take_messages_beside_texts(engine: BatchInferenceEngine) -> None:

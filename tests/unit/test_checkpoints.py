@@ -51,9 +51,6 @@ HEADER = [MARKER, 20]  # of the answer
 SYSTEM = message(1, 100)
 
 
-# --- places -------------------------------------------------------------------------------------------------------
-
-
 def places(prompt: list[int], start: int = 0, min_step: int = 16, most: int = 32) -> list[int]:
     markers = np.isin(np.arange(64), [MARKER])
     return CheckpointPlaces(markers, most=most).of_prompt(np.array(prompt, np.int32), start, min_step)
@@ -87,9 +84,6 @@ def test_checkpoints_are_as_far_apart_as_their_cost_demands_and_no_more_than_all
 
 def test_placeholders_of_images_are_not_markers() -> None:
     assert places([10] * 50 + [-5] * 300 + [10] * 90, min_step=1) == places([10] * 440, min_step=1)
-
-
-# --- what requests take -------------------------------------------------------------------------------------------
 
 
 @ANY_MEMORY
@@ -160,9 +154,6 @@ def test_sequences_share_the_cells_up_to_a_checkpoint() -> None:
         engine.step()
     assert engine.core.kv.n_used < len(SYSTEM) + 3 * 60
     drain(engine)
-
-
-# --- bounds and isolation -----------------------------------------------------------------------------------------
 
 
 @ANY_MEMORY

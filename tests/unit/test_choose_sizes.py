@@ -29,9 +29,6 @@ def sizes(
     return [(each.n_parallel, each.n_ctx) for each in candidates]
 
 
-# --- the candidates ---------------------------------------------------------------------------------------------------
-
-
 def test_a_cpu_gets_16_sequences_with_1024_cells_each_then_halves() -> None:
     assert sizes() == [(16, 16384), (16, 8192), (8, 4096), (4, 2048), (2, 2048), (1, 2048)]
 
@@ -83,9 +80,6 @@ def test_no_chosen_size_has_fewer_cells_than_fit_ctx() -> None:
     assert sizes(config=least) == [(16, 16384), (16, 8192), (8, 4096), (4, 4096), (2, 4096), (1, 4096)]
     assert sizes(config=replace(CONFIG, fit_ctx=20_000))[0] == (16, 20_000)
     assert sizes(("n_ctx",), replace(least, n_ctx=512)) == [(2, 512), (1, 512)]
-
-
-# --- which of it is taken ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

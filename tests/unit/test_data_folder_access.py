@@ -38,9 +38,6 @@ def modes(folder: Path) -> dict[str, int]:
     return {name: mode(folder / name) for name in names if (folder / name).exists()}
 
 
-# --- other users ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("umask", [0o000, 0o022])
 def test_a_new_data_folder_can_be_read_by_its_owner_only(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
@@ -88,9 +85,6 @@ def test_a_database_of_another_program_keeps_its_mode(tmp_path: Path) -> None:
     assert mode(path) == 0o644
 
 
-# --- full disks -------------------------------------------------------------------------------------------------------
-
-
 async def test_the_reserve_is_used_once_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, reserve, real = open_data_folder(tmp_path), tmp_path / "jobs.reserve", BatchStore.delete_file
     size = reserve.stat().st_size
@@ -118,9 +112,6 @@ async def test_the_reserve_is_used_once_and_taken_again(tmp_path: Path, monkeypa
     data.close()
 
 
-# --- locks ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_without_working_locks_is_not_said_to_be_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,9 +128,6 @@ def test_a_folder_without_working_locks_is_not_said_to_be_in_use(
         open_data_folder(tmp_path)
     assert not isinstance(refused.value, InUse)
     data.close()
-
-
-# --- pipes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_uncommitted", [False, True])

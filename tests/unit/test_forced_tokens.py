@@ -33,9 +33,6 @@ def text_of(events: list[GenerationEvent], name: str) -> str:
 LETTERS = "dponmlkjihgfeefghijklm"
 
 
-# --- forced tokens ---------------------------------------------------------------------------------------------------
-
-
 def test_forced_tokens_take_no_decode(fakes: Callable[..., BatchInferenceEngine]) -> None:
     engine = fakes()
     result = one(engine, greedy(40, guided_regex=LETTERS), [1, 2])
@@ -107,9 +104,6 @@ def test_forced_tokens_of_many_requests_are_computed_within_the_limit_of_a_step(
     results = engine.generate([[i, 1] for i in range(8)], greedy(60, guided_regex=f"([ij]{LETTERS}){{2}}[kl]"))
     assert all(re.fullmatch(f"([ij]{LETTERS}){{2}}[kl]", result.text) for result in results)
     assert max(sum(step.values()) for step in context_of(engine).steps) <= 8
-
-
-# --- cells run out, steps are interrupted ----------------------------------------------------------------------------
 
 
 MIXED = ("([a-p]{3}dponm){4}", "[ij]ponmlkjihgfed[a-p ]{4}ponmlkjihgfed[k-p]", "([a-p ]{12}lmno)+ponm", "[a-p]{30}")
@@ -187,9 +181,6 @@ def test_ctrl_c_in_a_step_leaves_constrained_texts_whole(
             drain_into(events, engine)
     events += drain(engine)
     assert [text_of(events, name) for name in names] == whole
-
-
-# --- where a text ends -----------------------------------------------------------------------------------------------
 
 
 def test_a_finished_grammar_ends_at_once_without_a_step_for_its_end(fakes: Callable[..., BatchInferenceEngine]) -> None:

@@ -37,9 +37,6 @@ def advice(matrices: list[Matrix], **changes: str) -> str | None:
     return batch_advice(PATH, matrices, {name: (kinds[name], new) for name, new in changes.items()}, TIMES)
 
 
-# --- the rule ---
-
-
 @pytest.mark.parametrize("kind", ["Q8_0", "F16", "F32", "Q6_K", "Q2_K"])
 def test_a_type_of_which_16_rows_cost_clearly_less_than_16_times_one_is_batched(kind: str) -> None:
     assert TIMES[kind].is_batched
@@ -52,9 +49,6 @@ def test_a_type_of_which_16_rows_cost_16_times_one_is_not(kind: str) -> None:
 
 def test_the_gain_is_how_many_times_faster_a_row_is_in_a_batch_of_16() -> None:
     assert KernelTimes({1: 1.0, 4: 2.0, 16: 4.0, 256: 64.0}).batch_gain == 4.0
-
-
-# --- the sentence ---
 
 
 def test_the_sentence_counts_the_matrices_and_names_the_remedy() -> None:
@@ -99,9 +93,6 @@ def test_a_type_without_times_counts_as_slow_so_that_the_gain_is_not_overstated(
 
 def test_without_changes_nothing_is_reported() -> None:
     assert advice([matrix("a", "Q8_0")]) is None
-
-
-# --- the report of a file ---
 
 
 @pytest.fixture

@@ -66,9 +66,6 @@ class Engine:
         return self.layout
 
 
-# --- requests without a place ------------------------------------------------------------------------------------
-
-
 def test_a_sequence_that_fills_its_stream_stays_and_one_that_outgrows_it_is_given_all_cells_at_once() -> None:
     engine = Engine()
     assert engine.step(distinct(15, 100) + distinct(1, STREAM)) == "per-sequence"
@@ -86,9 +83,6 @@ def test_a_request_without_a_place_is_given_one_at_once_however_short_ago_the_la
 
 def test_a_long_request_in_the_queue_waits_for_its_turn_in_the_current_layout() -> None:
     assert Engine().run(60, CHAT, waiting=[sequence([1] * 3000)]) == "per-sequence"
-
-
-# --- shared prefixes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,9 +134,6 @@ def test_an_engine_that_has_computed_for_a_second_has_too_little_data() -> None:
     assert not engine.switches
 
 
-# --- back to streams -----------------------------------------------------------------------------------------------
-
-
 def test_after_a_long_request_the_streams_come_back_but_not_at_once() -> None:
     engine = Engine()
     engine.run(5, LONG)
@@ -164,9 +155,6 @@ def test_the_streams_come_back_when_prefixes_are_not_shared_any_more() -> None:
     engine = Engine()
     assert engine.run(60, SHARED) == "unified"
     assert engine.run(40, CHAT) == "per-sequence"
-
-
-# --- few switches --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cost", [0.05, 0.5, 5.0])
@@ -197,9 +185,6 @@ def test_long_requests_that_come_seldom_leave_the_time_between_to_streams() -> N
         engine.run(100, CHAT)
         in_streams += (engine.now - before) * (engine.layout == "per-sequence")
     assert in_streams > 0.9 * 30 * 100
-
-
-# --- counting ------------------------------------------------------------------------------------------------------
 
 
 def test_shared_tokens_are_those_held_more_than_once() -> None:

@@ -31,9 +31,6 @@ def switch(engine: BatchInferenceEngine, layout: KvLayout) -> None:
     engine.core._switch_layout(engine.core._layout_policy, LayoutSwitch(layout, "the test says so"))
 
 
-# --- what streams cannot hold --------------------------------------------------------------------------------------
-
-
 def test_a_prompt_that_is_longer_than_a_stream_is_answered() -> None:
     engine = auto_engine()
     prompts = [[1] * 10, [2] * (STREAM + 20), [3] * 10]
@@ -88,9 +85,6 @@ def test_a_long_request_waits_for_its_turn_and_delays_none_after_it_by_more_than
     events += drain(engine)
     for name, prompt in ((long, [7] * 60), (short, [8] * 5)):
         assert tokens_of(events, name) == reference(prompt, greedy(3, **ENDLESS))[0]
-
-
-# --- what is kept --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("swap_space", [0, 1, 1024], ids=["recomputed", "one saved", "all saved"])
@@ -185,9 +179,6 @@ def test_sequences_that_were_swapped_out_before_resume_afterwards() -> None:
         assert tokens_of(events, name) == reference(prompt, params)[0]
 
 
-# --- what goes wrong -----------------------------------------------------------------------------------------------
-
-
 @cases(ring=150, soak=750)
 def test_ctrl_c_anywhere_in_a_switch_leaves_a_working_engine(n_cases: int) -> None:
     params = greedy(6, **ENDLESS)
@@ -222,9 +213,6 @@ def test_a_context_that_cannot_be_created_is_an_error_and_the_engine_continues_i
     events += drain(engine)
     assert tokens_of(events, name) == reference([1] * 9, params)[0]
     assert tokens_of(events, long) == reference([2] * 60, params)[0]
-
-
-# --- what is reported ----------------------------------------------------------------------------------------------
 
 
 def test_a_switch_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:

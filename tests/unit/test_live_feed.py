@@ -144,9 +144,6 @@ async def test_a_snapshot_that_cannot_be_made_is_logged_and_the_next_one_is_sent
         assert await reading == 1
 
 
-# --- the last answer of a worker --------------------------------------------------------------------------------------
-
-
 def engine_after(n_steps: int) -> LiveEngine:
     with fake_engine() as engine:
         engine.add_request([1, 2, 3], greedy(20, ignore_eos=True))
@@ -189,9 +186,6 @@ async def test_a_worker_in_a_long_step_is_queried_once_and_shows_its_earlier_sta
     latest.reset()
     assert await latest.get(lambda: asked.append(1), 0.0) == (None, None)
     assert len(asked) == 2
-
-
-# --- rates and times --------------------------------------------------------------------------------------------------
 
 
 def worker(engine: LiveEngine | None, *, pid: int = 1, in_flight: int = 1) -> WorkerLive:

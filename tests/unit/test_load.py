@@ -34,9 +34,6 @@ def fan_out(by: Any) -> Workload:
     return Workload(kind="fan-out", n_requests=12, samples=4, samples_by=by, **sizes)
 
 
-# --- which requests ---
-
-
 def test_a_seed_gives_the_same_requests_and_each_repeat_new_ones() -> None:
     assert MIXED.requests(1, 0) == MIXED.requests(1, 0)
     runs = [MIXED.requests(1, 0), MIXED.requests(1, 1), MIXED.requests(2, 0)]
@@ -92,9 +89,6 @@ def test_sizes_that_no_work_has_are_refused(sizes: dict[str, Any]) -> None:
         Workload(kind="mixed", output_tokens=Lengths(1, 1), **valid | sizes)
 
 
-# --- when they are sent ---
-
-
 def test_poisson_arrivals_are_seeded_and_keep_to_the_rate() -> None:
     times = poisson_arrivals(2000, 50, seed=1, repeat=0)
     assert times == poisson_arrivals(2000, 50, seed=1, repeat=0) != poisson_arrivals(2000, 50, seed=1, repeat=1)
@@ -122,9 +116,6 @@ async def test_an_open_loop_waits_for_no_answer_and_counts_from_when_a_request_w
     await run_open_loop([LoadRequest("a", 1)] * 4, send, [0, 0.01, 0.02, 0.03])
     assert [due - sent[0][0] for due, _ in sent] == pytest.approx([0, 0.01, 0.02, 0.03])
     assert sent[3][1] > 0.1  # its lateness counts
-
-
-# --- one stream ---
 
 
 def stream(*events: str) -> bytes:
@@ -156,9 +147,6 @@ def test_a_stream_reads_the_same_however_it_is_cut() -> None:
         assert reading.n_chunks == 1
         assert reading.usage
         assert reading.usage.completion_tokens == 7
-
-
-# --- what comes of many ---
 
 
 def made_up(ttft: float, **fields: Any) -> RequestOutcome:

@@ -22,9 +22,6 @@ from tests.support.randomised import randomised
 KNOWN = tuple(AdapterInfo(name=name, path="", scale=0) for name in "xyz")
 
 
-# --- the order of turns ---------------------------------------------------------------------------------------------
-
-
 def test_each_set_has_a_few_steps_then_the_next_one_has() -> None:
     policy = Policy()
     for adapters in (NONE, X, Y):
@@ -93,9 +90,6 @@ def test_a_set_that_cannot_compute_lets_the_next_one_run() -> None:
         firsts.append(turns.order(both)[0])
         turns.take(Y)
     assert firsts == [Y] * (TURN_STEPS - 1) + [X]
-
-
-# --- what a step holds ----------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_read_in_pieces_in_its_sets_turn_for_the_streams_of_other_sets() -> None:
@@ -191,9 +185,6 @@ def test_in_any_schedule_a_set_that_runs_computes_before_long(
         waits = {its: 0 if its == plan.adapters else waits.get(its, 0) + 1 for its in running}
         assert max(waits.values(), default=0) <= 3 * TURN_STEPS
     raise AssertionError("the scheduler never comes to rest")
-
-
-# --- in the engine --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("unified", "sharing"), [(True, "cells"), (False, "copy")])

@@ -179,9 +179,6 @@ def test_requests_travel_to_workers_and_replicas_with_their_bytes() -> None:
     assert sent.prompt.media[0].digest == PROMPT.media[0].digest
 
 
-# --- code that placeholders must never reach --------------------------------------------------------------------------
-
-
 def started(engine: BatchInferenceEngine, prompt: MediaPrompt = PROMPT, **params: Any) -> Any:
     """The sequence of a request, after its first token."""
     request_id = engine.add_request(prompt, greedy(20, ignore_eos=True, **params))

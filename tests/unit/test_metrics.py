@@ -21,8 +21,6 @@ from cppbatch.statistic import statistics_of
 from tests.support.fakes import drain, fake_engine, greedy
 from tests.support.virtual_time import Clock
 
-# --- counting ---------------------------------------------------------------------------------------------------------
-
 
 def test_a_value_is_counted_in_the_first_bin_with_a_bound_it_does_not_exceed() -> None:
     bins = Bins((1, 2, 4))
@@ -171,9 +169,6 @@ def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
     clock.now += 31
     later = recent.last_minute(5.0)
     assert (later.requests, later.total_seconds.p50, later.first_token_seconds.p50) == (20, 10, None)
-
-
-# --- over HTTP --------------------------------------------------------------------------------------------------------
 
 
 def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:

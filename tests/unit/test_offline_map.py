@@ -44,9 +44,6 @@ def nothing_is_left(engine: BatchInferenceEngine) -> bool:
     return not engine.has_work and not engine.core.outputs._kept and context_of(engine).n_used == 0
 
 
-# --- results --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_each_prompt_gets_the_text_it_gets_alone_once(ordered: bool) -> None:
     engine = fake_engine(n_ctx=256)
@@ -75,9 +72,6 @@ def test_pairs_have_their_own_params_and_the_others_the_common_ones() -> None:
 
 def test_an_empty_iterable_gives_no_results() -> None:
     assert list(fake_engine().map([])) == []
-
-
-# --- no more than needed --------------------------------------------------------------------------------------------
 
 
 def test_it_takes_what_runs_and_as_many_to_follow_and_no_more_from_an_endless_iterable() -> None:
@@ -121,9 +115,6 @@ def test_in_order_no_more_are_held_back_than_eight_times_as_many_as_run() -> Non
     assert n_taken == 8 * 2
     assert [next(results).index for _ in range(30)] == list(range(1, 31))
     results.close()
-
-
-# --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -193,9 +184,6 @@ def test_an_engine_that_is_closed_meanwhile_returns_its_results_and_accepts_no_m
     assert reasons == [FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.CANCELLED]
     with pytest.raises(EngineClosed):
         next(results)
-
-
-# --- beside others --------------------------------------------------------------------------------------------------
 
 
 def test_requests_beside_it_advance_and_get_their_own_events() -> None:

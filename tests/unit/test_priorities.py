@@ -30,9 +30,6 @@ def ends(events: list[GenerationEvent]) -> dict[str, FinishReason]:
     return {event.request_id: event.finish_reason for event in events if event.finish_reason}
 
 
-# --- priorities -----------------------------------------------------------------------------------------------------
-
-
 def test_a_lower_number_runs_first_and_equals_in_order_of_arrival() -> None:
     engine = fake_engine(n_parallel=1)
     for name, priority in (("b1", 0), ("c1", 5), ("a1", -5), ("b2", 0), ("a2", -5), ("c2", 5)):
@@ -117,9 +114,6 @@ def test_a_priority_out_of_range_is_refused(priority: Any) -> None:
         fake_engine().add_request([1], priority=priority)
 
 
-# --- timeouts -------------------------------------------------------------------------------------------------------
-
-
 def test_a_running_request_ends_with_its_text_so_far_at_its_timeout(clock: Clock) -> None:
     engine = fake_engine()
     engine.add_request([1, 2, 3], endless(30), timeout=10)
@@ -175,9 +169,6 @@ def test_an_invalid_timeout_is_refused(limit: str, seconds: Any) -> None:
         fake_engine().add_request([1], **{limit: seconds})
 
 
-# --- the queue ------------------------------------------------------------------------------------------------------
-
-
 def test_a_full_queue_refuses_at_once_with_a_retry_after() -> None:
     engine = fake_engine(n_parallel=1, max_queue=2)
     for _ in range(2):
@@ -193,9 +184,6 @@ def test_a_full_queue_refuses_at_once_with_a_retry_after() -> None:
 def test_generate_takes_any_number_of_prompts() -> None:
     engine = fake_engine(n_parallel=2, max_queue=1)
     assert len(engine.generate([[i] for i in range(20)], endless(2))) == 20
-
-
-# --- priorities and shared prefixes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_parallel", [1, 2])

@@ -54,9 +54,6 @@ def rows_of(draw: st.DrawFn, n: int) -> Row:
     return row.astype(np.float32)
 
 
-# --- the distribution -----------------------------------------------------------------------------------------------
-
-
 @cases(ring=2_500, nightly=5_000, soak=20_000)
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
 def test_large_vocabularies_are_drawn_from_the_exact_distribution(
@@ -101,9 +98,6 @@ def test_the_comparison_would_notice_settings_that_are_a_little_off(asked: Filte
     assert are_far(drawn(row, asked, keys()), exact(row, little_off))
 
 
-# --- the support ----------------------------------------------------------------------------------------------------
-
-
 @cases(ring=1, soak=3)
 @pytest.mark.parametrize("n", [512, 2500])
 @pytest.mark.parametrize("k", [1, 2, 40, 512, 600])
@@ -130,9 +124,6 @@ def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None
     least = row[order[np.count_nonzero(exact(row.astype(np.float64), a_little_more)) - 1]]
     assert (row[tokens] >= least).all()  # of equal logits, any
     assert np.isfinite(row[tokens]).all()
-
-
-# --- the edges ------------------------------------------------------------------------------------------------------
 
 
 @randomised(ring=50, soak=150, data=st.data())
@@ -203,9 +194,6 @@ def test_the_rows_are_not_changed() -> None:
     before = rows.copy()
     random_sample(rows, CHOICES, keys(12))
     assert np.array_equal(rows, before)
-
-
-# --- ties -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [250, 2500])

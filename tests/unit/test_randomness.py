@@ -65,9 +65,6 @@ def is_flat(numbers: Doubles, n_bins: int = 256) -> bool:
     return not are_far(counts, np.full(n_bins, 1 / n_bins))
 
 
-# --- which numbers --------------------------------------------------------------------------------------------------
-
-
 def test_the_generator_written_here_is_the_published_one() -> None:
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert list(itertools.islice(splitmix64(1234567), 4)) == published
@@ -98,9 +95,6 @@ def test_the_largest_seeds_and_positions_wrap_around_without_a_warning() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert 0 <= one(LAST, LAST) < 1
-
-
-# --- how random -----------------------------------------------------------------------------------------------------
 
 
 def test_every_number_is_at_least_zero_and_below_one() -> None:
@@ -142,9 +136,6 @@ def test_neighbours_differ_in_half_of_their_bits(step: tuple[int, int]) -> None:
 
 def test_no_two_of_many_pairs_share_a_number() -> None:
     assert len(np.unique(random_bits(*pairs()))) == N
-
-
-# --- noise for each token -------------------------------------------------------------------------------------------
 
 
 def noise(n_keys: int = 400, n_tokens: int = 500) -> Doubles:

@@ -14,8 +14,6 @@ from cppbatch.engine.request import RequestUsage
 from cppbatch.errors import ConfigError
 from tests.support.fakes import FakeProposer, fake_engine, greedy, know
 
-# --- the workloads ---
-
 
 @pytest.mark.parametrize("name", TEXT_WORKLOADS)
 def test_a_seed_gives_the_same_prompts_and_another_seed_others(name: str) -> None:
@@ -35,9 +33,6 @@ def test_answers_can_be_copied_from_the_prompt() -> None:
     assert orders.count(" ordered ") == 4
     first, second = TEXT_WORKLOADS["job"].prompts(2, 1)
     assert first.partition("Product: ")[0] == second.partition("Product: ")[0]
-
-
-# --- a run ---
 
 
 def drafting_engine(**settings: Any) -> BatchInferenceEngine:
@@ -69,9 +64,6 @@ def test_requests_that_do_not_speculate_get_no_drafts_and_the_same_texts() -> No
     figures = speedup_figures([Turn(plain, drafted)])
     assert figures["same_texts"] == "8 of 8"
     assert 0 < figures["accepted_tokens"] < figures["drafted_tokens"]
-
-
-# --- the figures ---
 
 
 def answer(tokens: list[int], *, drafted: int = 0, accepted: int = 0, first: float = 1.0, total: float = 2.0) -> Answer:

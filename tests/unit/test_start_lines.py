@@ -79,9 +79,6 @@ def test_numbers_of_weights() -> None:
     assert [format_count(n) for n in (5_000, 134_515_008, 8_030_261_248)] == ["5,000", "135M", "8.0B"]
 
 
-# --- together ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def config(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     """A model in a machine without a GPU."""
