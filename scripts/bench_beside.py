@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attacks import ATTACKS
 from measuring import Comparison, Figures, script_arguments, words
-from server_process import RunningServer, get_json, running_server, serve_command
+from server_process import RunningServer, cpu_seconds, get_json, running_server, serve_command
 
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
 from cppbatch.bench.load.completion_stream import RequestFailure
@@ -246,16 +246,6 @@ async def measure(server: RunningServer, name: str, args: argparse.Namespace) ->
 
 def percentile(seconds: list[float], q: float) -> float | None:
     return 1000 * float(np.percentile(seconds, q)) if seconds else None
-
-
-def cpu_seconds(pid: int, name: str = "") -> float:
-    """CPU time of the process's descendants whose names contain `name`; without it, the process's own time too."""
-    process, total = psutil.Process(pid), 0.0
-    for each in [*([] if name else [process]), *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if name in each.name():
-                total += sum(each.cpu_times()[:2])
-    return total
 
 
 async def state_of(server: RunningServer) -> Figures:

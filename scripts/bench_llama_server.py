@@ -24,7 +24,7 @@ from pathlib import Path
 
 from aiperf_load import AIPERF_FLAGS, run_aiperf, write_tokenizer
 from measuring import Comparison, Figures, markdown_table, numbers, ratio_cell, script_arguments, words
-from server_process import ChildProcess, measure_server, running_servers, serve_command
+from server_process import ChildProcess, cpu_seconds, measure_server, running_servers, serve_command
 
 from cppbatch.bench.load.workload import PREFIX_TOKENS, make_workload
 from cppbatch.bench.prompts import Lengths
@@ -42,7 +42,7 @@ ROWS = [
     Column("ttft_ms_p95", "TTFT p95, ms"), Column("inter_token_ms_p50", "inter-token p50, ms"),
     Column("inter_token_ms_p95", "inter-token p95, ms"), Column("inter_token_ms_p99", "inter-token p99, ms"),
     Column("inter_token_ms_p100", "longest gap, ms"), Column("tpot_ms_p50", "TPOT p50, ms"),
-    Column("tpot_ms_p95", "TPOT p95, ms"),
+    Column("tpot_ms_p95", "TPOT p95, ms"), Column("cpu_s", "CPU seconds for 1,000 tokens", 2),
 ]  # fmt: skip
 ATTENTION = ("-fa off", "-fa on", "-fa on -ctk bf16 -ctv bf16", "-fa on -ctk q8_0 -ctv q8_0")
 NGRAM_DRAFTS = (
@@ -110,8 +110,13 @@ class Measurement:
 
             def measure(name: str, turn: int) -> Figures:
                 is_busy, seed = name.endswith(BUSY), 2 * (turn + FIND_TURNS)
+                server = servers[name.removesuffix(BUSY)]
                 with busy_core(self.args.end - time.monotonic()) if is_busy else contextlib.nullcontext():
-                    return self.figures(servers[name.removesuffix(BUSY)].url, seed + is_busy)
+                    before = cpu_seconds(server.process.pid)
+                    figures = self.figures(server.url, seed + is_busy)
+                tokens = (figures["output_tokens_per_second"] or 0.0) * (figures.get("seconds") or 0.0)
+                used = cpu_seconds(server.process.pid) - before
+                return {**figures, "cpu_s": 1000 * used / tokens if tokens else None}
 
             found = Comparison(names).measure(self.args.turns, measure, uncounted=int(self.args.same_prefix))
         print(

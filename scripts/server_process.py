@@ -127,6 +127,16 @@ class RunningServer(NamedTuple):
     process: ChildProcess
 
 
+def cpu_seconds(pid: int, name: str = "") -> float:
+    """CPU time of the process's descendants whose names contain `name`; without it, the process's own time too."""
+    process, total = psutil.Process(pid), 0.0
+    for each in [*([] if name else [process]), *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if name in each.name():
+                total += sum(each.cpu_times()[:2])
+    return total
+
+
 @contextlib.contextmanager
 def running_server(command: Sequence[str | Path], seconds: float = 120) -> Iterator[RunningServer]:
     """Starts a server on a free port of 127.0.0.1, yields it when its /health answers, and kills it at the end.
