@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Seconds from the start of `cppbatch serve` to the first token of an answer, and llama-server beside it.
 
-.venv/bin/python scripts/bench_start.py -m model.gguf [--repeats 7] [--llama-server PATH] [-- more flags of serve]
+.venv/bin/python scripts/bench_start.py -m model.gguf [--turns 7] [--llama-server PATH] [-- more flags of serve]
 
 Both servers start alternately, with the same number of sequences and KV cells. The first start of each is not counted:
 it brings the files into the file cache, and finds out what is cached about the model.
