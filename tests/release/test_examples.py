@@ -164,8 +164,10 @@ def test_full_cache_loses_no_request_although_cells_are_few(tiny_llama: Path) ->
     shown = run("full_cache", "--model", tiny_llama, "--requests", "24", "--cells", "128")
     assert "tokens went through 256 cells" in shown  # llama.cpp rounds up
     assert "24 of 24 requests have all their tokens" in shown
-    last = re.findall(r"^24 finished, 0 running, 0 waiting, 0 of 256 cells, (\d+) swaps$", shown, re.MULTILINE)
-    assert int(last[0]) > 0, "no sequence was swapped out"
+    assert re.search(r"^24 finished, 0 running, 0 waiting, 0 of 256 cells, \d+ swaps$", shown, re.MULTILINE)
+    preempted = re.search(r"^Preempted: (\d+) times by swapping, (\d+) times by recomputation", shown, re.MULTILINE)
+    assert preempted
+    assert sum(map(int, preempted.groups())) > 0, "the faster of both depends on the machine"
     total = re.search(r"^([\d,]+) tokens went through 256 cells", shown, re.MULTILINE)
     assert total
     assert int(total[1].replace(",", "")) > 2 * 256
