@@ -26,8 +26,6 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
-from measuring import markdown_table
-
 if TYPE_CHECKING:
     from measuring import MeasuringChild
 
@@ -163,7 +161,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Prints a row for each variant: medians, with those of the ratios to the first variant and their range."""
-    from measuring import Comparison, MeasuringChild
+    from measuring import Comparison, MeasuringChild, markdown_table  # not in a worker: its tree may be an older one
 
     named = {name: value.partition(":") for name, _, value in (each.partition("=") for each in args.variants)}
     with ExitStack() as stack:
