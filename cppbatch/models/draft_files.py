@@ -126,7 +126,7 @@ def read_draft_file(path: Path, target: Path) -> DraftFile:
         return file
     is_dspark = "markov_w1.weight" in draft.tensors
     return file._replace(
-        shares="token_embd.weight" not in draft.tensors,  # which are the output matrix too, if there is no other
+        shares="token_embd.weight" not in draft.tensors,  # also the output matrix if the file has none
         block=draft.number("block_size") or _USUAL_BLOCK,
         first=0 if is_dspark and draft.number("sample_from_anchor") is not False else 1,
         mask=draft.metadata["tokenizer.ggml.mask_token_id"],

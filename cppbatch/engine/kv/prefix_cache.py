@@ -14,9 +14,7 @@ from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 _WORTH_WAITING_TOKENS = 24  # tokens: wait for a prefix being computed if it saves this many more than the best one now
 _COST_OF_SHARING, _COST_OF_COPYING = 4, 16  # the time to share or copy a prefix, in computed tokens
 _NEVER_REUSED = 4  # factor on the age of an entry that has never been reused
-_MAX_HOST_PREFIXES = (
-    4096  # prefixes and checkpoints in host memory: a lookup may iterate over all of them, in half a ms
-)
+_MAX_HOST_PREFIXES = 4096  # with checkpoints, in host memory: a lookup may iterate over all of them, in half a ms
 _COPIED_AT_ONCE = 100  # tokens copied in the time to compute one; measured: about 200
 
 
