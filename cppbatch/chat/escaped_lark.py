@@ -130,7 +130,8 @@ def _escape_regex(regex: str) -> str:
     """The terminal for the escaped texts of a regular expression."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            for category in (FutureWarning, DeprecationWarning):  # of the parser; not those of objects freed meanwhile
+                warnings.simplefilter("error", category)
             parsed = sre_parser.parse(regex)
     except (re.error, Warning, OverflowError, RecursionError) as error:
         raise UnsupportedGrammar(f"contains /{regex:.80}/, which is not a valid regular expression: {error}") from None
