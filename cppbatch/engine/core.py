@@ -178,7 +178,7 @@ class EngineCore:
         sequence = self.inputs.process(request, cancelled, arrived_at=arrived_at, patient=patient)
         if resume:
             self.inputs.check_resumed(sequence, len(resume.tokens))
-            sequence.resume(resume, perf_counter())
+            sequence.resume(resume)
             self.outputs.resume(sequence)
         if self._disk:
             self._disk.refresh()
