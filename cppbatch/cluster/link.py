@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -283,6 +286,8 @@ class SharedStatus:
         with path.open("r+b") as file:
             self._numbers = np.frombuffer(mmap.mmap(file.fileno(), _N_NUMBERS * 8), np.int64)
         self._computing: list[int] = []
+        self._lock = threading.Lock()
+        self._threads: dict[int, int] = {}  # numbers of the threads that prepare requests
 
     # --- written by the worker --------------------------------------------------------------------------------------
 
@@ -290,13 +295,21 @@ class SharedStatus:
         """Increments the heartbeat counter."""
         self._numbers[_HEARTBEATS] += 1
 
-    def set_preparing(self, thread: int, number: int) -> None:
-        """Sets the request that thread `thread` (0 to 8) is preparing; -1: none."""
-        self._numbers[_PREPARING + thread] = number
+    @contextmanager
+    def while_preparing(self, number: int) -> Iterator[Callable[[], None]]:
+        """Records that this thread prepares a request. Yields a function that reports progress, or a legitimate wait:
+        the thread does not hang."""
+        with self._lock:
+            thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
 
-    def progressed(self, thread: int) -> None:
-        """Reports progress of thread `thread` with its request, or a legitimate wait: it does not hang."""
-        self._numbers[_PROGRESS + thread] += 1
+        def progressed() -> None:
+            self._numbers[_PROGRESS + thread] += 1
+
+        self._numbers[_PREPARING + thread] = number
+        try:
+            yield progressed
+        finally:
+            self._numbers[_PREPARING + thread] = -1
 
     def set_computing(self, numbers: list[int]) -> None:
         """Sets the requests of the next step: only these can crash it."""
