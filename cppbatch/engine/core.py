@@ -185,12 +185,13 @@ class EngineCore:
         return sequence
 
     def add(self, sequence: Seq, *, limited: bool = True) -> None:
-        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences are already waiting.
+        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences wait beside `n_parallel`
+        that run or will be admitted by the next step.
 
         Raises `InvalidRequest` if its id is in use, `QueueFull`, `EngineClosed`.
         """
         limit = self.config.max_queue
-        if limited and len(self.scheduler.waiting) >= limit:
+        if limited and len(self.sequences) >= self.config.n_parallel + limit:
             raise QueueFull(limit, self.metrics.seconds_per_request())
         if self.is_closed:
             raise EngineClosed("the engine is closed")
