@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.errors import InvalidRequest, NotFound, client_name
 from cppbatch.server.answer.response import ResponseBuilder, respond
 from cppbatch.server.api.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
@@ -21,8 +21,8 @@ from cppbatch.server.api.generate.generate_endpoint import (
     GenerateRequest,
     chat_tools,
     check_fields,
-    engine_request,
     has_content,
+    resolve,
     text_result,
 )
 from cppbatch.server.auth.keys import viewer_of
@@ -114,20 +114,20 @@ def prepare_batch(items: ReadItems, lease: ModelLease, chat: ChatTools | None, *
 
     `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
     name, serving = new_id("batch-"), lease.serving
-    requests: dict[int, GenerationRequest] = {}
+    resolved: dict[int, ResolvedRequest] = {}
     errors: dict[int, InvalidRequest] = {}
     for i, (_, fields) in enumerate(items):
         try:
             if isinstance(fields, InvalidRequest):
                 raise fields
-            request = engine_request(fields, serving, f"{name}-{i}", chat)
+            found = resolve(fields, serving, f"{name}-{i}", chat)
             if lease.rules:
                 serving.check_key(lease.rules, fields.model)
-            (requests[i],) = lease.apply_key_rules([request])
+            resolved[i] = found._replace(requests=lease.apply_key_rules(found.requests))
         except InvalidRequest as error:
             errors[i] = error
-    refuse_large([request.prompt for request in requests.values()], 1, serving.limits)
-    builder = GenerateBatchBuilder([item for item, _ in items], requests, serving.client.cancel, stream=stream)
+    refuse_large([request.prompt for found in resolved.values() for request in found.requests], 1, serving.limits)
+    builder = GenerateBatchBuilder([item for item, _ in items], resolved, serving.client.cancel, stream=stream)
     for i, why in errors.items():
         builder.set_error(i, why)
     return builder
@@ -143,12 +143,13 @@ class GenerateBatchBuilder(ResponseBuilder):
     stream_tail = (DONE,)
 
     def __init__(
-        self, items: list[BatchItem], requests: dict[int, GenerationRequest], cancel: Cancel, *, stream: bool
+        self, items: list[BatchItem], resolved: dict[int, ResolvedRequest], cancel: Cancel, *, stream: bool
     ) -> None:
-        """`requests`: for each valid item, by its index. `cancel`: ends an engine request by its id."""
-        super().__init__(ResolvedRequest("", [*requests.values()], {}), stream=stream)
-        self._items, self._request_items = items, [*requests]
-        self.batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), cancel)
+        """`resolved`: each valid item, with one request, by its index. `cancel`: ends an engine request by its id."""
+        requests = [request for item in resolved.values() for request in item.requests]
+        super().__init__(ResolvedRequest("", requests, {}), stream=stream)
+        self._items, self._request_items, self._resolved = items, [*resolved], resolved
+        self.batch = RunningBatch({i: item.requests[0].id for i, item in resolved.items()}, len(items), cancel)
         self._began = perf_counter()
         self._errors: dict[int, ErrorDetail] = {}  # by item
 
@@ -166,7 +167,8 @@ class GenerateBatchBuilder(ResponseBuilder):
     def set_error(self, item: int, error: Exception) -> None:
         """Sets the error as the result of an item."""
         if isinstance(error, InvalidRequest):
-            field = client_name(error.field, self.field_names)
+            own = self._resolved[item].field_names if item in self._resolved else {}
+            field = client_name(error.field, self.field_names | own)
             error = error.with_field(self._items[item].field_name(field))
         self._errors[item] = openai_error(api_error(error)).error
 
