@@ -24,7 +24,7 @@ from cppbatch.chat.tool_formats.pythonic import OF_TEMPLATES, PythonicFormat
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 from cppbatch.chat.tools import ToolChoice, callable_tools, check_satisfiable
 from cppbatch.errors import client_name, client_names
-from cppbatch.generation_schema import simplify
+from cppbatch.generation_schema.simplify import simplify
 
 Json = dict[str, Any]
 
