@@ -16,7 +16,8 @@ from cppbatch.sizing import placement
 from cppbatch.sizing.buffers import Buffer
 from cppbatch.sizing.device_times import CPU
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
-from cppbatch.sizing.placement import Placed, Speeds, describe_placements, placements, ranked, scores
+from cppbatch.sizing.placement import Placed, describe_placements, placements, ranked, scores
+from cppbatch.sizing.placement_search import Speeds
 from tests.support import tiny_models
 
 GIB, MIB = 2**30, 2**20
