@@ -12,8 +12,9 @@ from aiohttp.typedefs import Handler
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.server.auth.key_usage import KEY_USAGE
 from cppbatch.server.auth.keys import KEY
-from cppbatch.server.http.api_errors import ApiError, error_response
+from cppbatch.server.http.api_errors import error_response
 from cppbatch.server.http.connections import connection_of, reading
+from cppbatch.server.http.error_formats import ApiError
 from cppbatch.server.models.served import MODELS
 from cppbatch.server.web_page import is_page
 

@@ -14,7 +14,7 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.models.library import _REPOSITORIES
 from cppbatch.server.answer.logprobs import ChatTokenLogprob, ChatTopLogprob
 from cppbatch.server.api.ollama import fields, manage, models, types
-from cppbatch.server.http.api_errors import OllamaErrorResponse
+from cppbatch.server.http.error_formats import OllamaErrorResponse
 from cppbatch.server.openapi import document
 
 THEIRS: dict[str, Any] = json.loads(Path(__file__).with_name("ollama_openapi.json").read_text())

@@ -27,8 +27,9 @@ from cppbatch.server.api.generate.generate_endpoint import (
 )
 from cppbatch.server.auth.keys import viewer_of
 from cppbatch.server.fields.parse import read_json
-from cppbatch.server.http.api_errors import ErrorDetail, api_error, json_response, openai_error
+from cppbatch.server.http.api_errors import api_error, json_response
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.error_formats import ErrorDetail, openai_error
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.models.served import ModelLease, lease_model

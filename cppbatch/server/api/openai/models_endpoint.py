@@ -13,8 +13,9 @@ from msgspec import UNSET, UnsetType
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.errors import ConfigError, InvalidRequest, ModelError
 from cppbatch.server.auth.keys import KEY
-from cppbatch.server.http.api_errors import is_anthropic, json_response
+from cppbatch.server.http.api_errors import json_response
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.error_formats import is_anthropic
 from cppbatch.server.models.served import MODELS, Deletable, ModelEntry, ModelStatusName, ServedModels
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.typed_json import convert
