@@ -17,7 +17,8 @@ from typing import NoReturn
 import msgspec
 
 from cppbatch import child_processes
-from cppbatch.cluster.link import LAST_WORDS, Loaded, LoadFailed, Loading, Log, SharedStatus, WorkerSetup
+from cppbatch.cluster.link import LAST_WORDS, Loaded, LoadFailed, Loading, Log, WorkerSetup
+from cppbatch.cluster.shared_status import SharedStatus
 from cppbatch.cluster.sockets import WorkerLink
 from cppbatch.cluster.worker.worker import Worker
 from cppbatch.config import EngineConfig

@@ -23,7 +23,6 @@ from cppbatch.cluster.link import (
     Live,
     Question,
     Refused,
-    SharedStatus,
     SlotAction,
     SlotDone,
     Stats,
@@ -36,6 +35,7 @@ from cppbatch.cluster.link import (
     Updated,
     refusal,
 )
+from cppbatch.cluster.shared_status import SharedStatus
 from cppbatch.cluster.worker.threads import Command, InputThreads, StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
