@@ -10,7 +10,7 @@ from cppbatch.gpu_state import GpuSampler
 from cppbatch.server import web_page
 from cppbatch.server.admission import IN_FLIGHT, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.api.batches.handler import predict, run_batches
-from cppbatch.server.api.generate.generate_batch import RUNNING_BATCHES, RunningBatches
+from cppbatch.server.api.generate.running_batches import RUNNING_BATCHES, RunningBatches
 from cppbatch.server.api.live_endpoint import add_live
 from cppbatch.server.auth.key_usage import KEY_USAGE, KeyUsage, add_rate_headers
 from cppbatch.server.auth.keys import Slots, key_middleware

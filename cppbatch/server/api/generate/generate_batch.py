@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator
 from time import perf_counter
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from cppbatch.errors import InvalidRequest, NotFound, client_name
+from cppbatch.errors import InvalidRequest, client_name
 from cppbatch.server.answer.response import ResponseBuilder, respond
 from cppbatch.server.api.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.api.generate.generate_endpoint import (
@@ -25,9 +24,10 @@ from cppbatch.server.api.generate.generate_endpoint import (
     resolve,
     text_result,
 )
+from cppbatch.server.api.generate.running_batches import RUNNING_BATCHES, Cancel, RunningBatch
 from cppbatch.server.auth.keys import viewer_of
 from cppbatch.server.fields.parse import read_json
-from cppbatch.server.http.api_errors import api_error, json_response
+from cppbatch.server.http.api_errors import api_error
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.error_formats import ErrorDetail, openai_error
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
@@ -35,9 +35,6 @@ from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.models.serving import ChatTools, ResolvedRequest, Serving, new_id
 from cppbatch.server.run_requests import Event, run_requests
-
-# --- generate batch --------------------------------------------------------------------------------------------------
-
 
 routes = Routes()
 
@@ -134,7 +131,6 @@ def prepare_batch(items: ReadItems, lease: ModelLease, chat: ChatTools | None, *
     return builder
 
 
-Cancel = Callable[[str], Awaitable[None]]
 Totals = TypeVar("Totals", bound=BatchTotals)
 
 
@@ -226,89 +222,3 @@ class GenerateBatchBuilder(ResponseBuilder):
             tokens_per_second=tokens.completion / seconds,
             **fields,
         )
-
-
-# --- cancel item -----------------------------------------------------------------------------------------------------
-# `POST /generate/batch/cancel`: cancels one item of a running batch.
-
-
-class RunningBatch:
-    """The ids of a running batch's engine requests, by item. Invalid items have none."""
-
-    def __init__(self, ids: dict[int, str], n_items: int, cancel: Cancel) -> None:
-        """`cancel`: ends an engine request by its id."""
-        self.n_items = n_items
-        self.cancelled: set[str] = set()
-        """The ids of engine requests cancelled by the client."""
-        self._ids, self._cancel = ids, cancel
-
-    def has_cancelled(self, index: int) -> bool:
-        """Whether the client has cancelled the item."""
-        return self._ids.get(index) in self.cancelled
-
-    async def cancel(self, index: int) -> None:
-        """Ends an item within a step, or prevents its start. Finished items are unaffected."""
-        if request_id := self._ids.get(index):
-            self.cancelled.add(request_id)
-            await self._cancel(request_id)
-
-
-class RunningBatches:
-    """The running batches with a `request_id`. Each API key only sees its own."""
-
-    def __init__(self) -> None:
-        self._batches: dict[tuple[str | None, str], RunningBatch] = {}
-
-    @contextlib.contextmanager
-    def one(self, owner: str | None, request_id: str | None, batch: RunningBatch) -> Iterator[None]:
-        """Registers the batch for the duration of the context, if it has an id. Raises `InvalidRequest` if the id is in
-        use."""
-        if request_id is None:
-            yield
-            return
-        key = owner, request_id
-        if key in self._batches:
-            raise InvalidRequest(
-                "request_id", f"{request_id!r:.140} is already the id of a running batch; choose another"
-            )
-        self._batches[key] = batch
-        try:
-            yield
-        finally:
-            del self._batches[key]
-
-    def get(self, owner: str | None, request_id: str) -> RunningBatch:
-        """The running batch with this id. Raises `NotFound`."""
-        if batch := self._batches.get((owner, request_id)):
-            return batch
-        raise NotFound("request_id", f"{request_id!r:.140} is not the id of a running batch")
-
-
-RUNNING_BATCHES = web.AppKey("running_batches", RunningBatches)
-
-
-class CancelItemRequest(msgspec.Struct):
-    """The body of `POST /generate/batch/cancel`."""
-
-    request_id: str
-    """The `request_id` of the batch."""
-    index: Annotated[int, msgspec.Meta(ge=0)]
-    """The index of the item."""
-
-
-class CancelItemResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /generate/batch/cancel`."""
-
-    request_id: str
-    index: int
-
-
-@routes.post("/generate/batch/cancel", CancelItemResponse, CancelItemRequest)
-async def cancel_item(request: web.Request) -> web.Response:
-    """Cancel one item of a running batch; the others continue."""
-    body = await read_json(request, CancelItemRequest)
-    batch = request.app[RUNNING_BATCHES].get(viewer_of(request), body.request_id)
-    if body.index >= batch.n_items:
-        raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, numbered from 0")
-    await batch.cancel(body.index)
-    return json_response(CancelItemResponse(request_id=body.request_id, index=body.index))
