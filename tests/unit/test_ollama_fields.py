@@ -13,7 +13,7 @@ import pytest
 from cppbatch.errors import InvalidRequest
 from cppbatch.models.library import _REPOSITORIES
 from cppbatch.server.answer.logprobs import ChatTokenLogprob, ChatTopLogprob
-from cppbatch.server.api.ollama import fields, manage, models, types
+from cppbatch.server.api.ollama import descriptions, fields, manage, models, types
 from cppbatch.server.http.error_formats import OllamaErrorResponse
 from cppbatch.server.openapi import document
 
@@ -36,9 +36,9 @@ OURS: dict[str, tuple[type[msgspec.Struct], set[str]]] = {
     "ChatResponse": (types.OllamaChatResponse, set()),
     "ChatStreamEvent": (types.OllamaChatResponse, set()),
     "EmbedResponse": (types.OllamaEmbedResponse, set()),
-    "ShowResponse": (models.ShowResponse, set()),
-    "ModelSummary": (models.ListedModel, {"remote_model", "remote_host"}),
-    "Ps": (models.RunningModel, set()),
+    "ShowResponse": (descriptions.ShowResponse, set()),
+    "ModelSummary": (descriptions.ListedModel, {"remote_model", "remote_host"}),
+    "Ps": (descriptions.RunningModel, set()),
     "StatusEvent": (manage.ProgressResponse, set()),
     "VersionResponse": (models.VersionResponse, set()),
     "Logprob": (ChatTokenLogprob, set()),

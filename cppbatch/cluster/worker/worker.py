@@ -78,7 +78,7 @@ class Worker:
 
         def computes(plan: StepPlan) -> None:
             if status:
-                status.set_computing([int(sequence.id) for sequence, _ in plan.pieces])
+                status.set_computing([int(sequence.id) for sequence, _ in plan.all_scheduled])
 
         self._step_loop = StepLoop(lambda events: send(Events(events)), status.heartbeat if status else lambda: None)
         self.engine = EngineCore(
