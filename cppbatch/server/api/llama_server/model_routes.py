@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api.llama_server.status import Success
 from cppbatch.server.api.openai.models_endpoint import ModelStatus, model_status
 from cppbatch.server.auth.keys import KEY
@@ -20,6 +19,7 @@ from cppbatch.server.http.connections import connection_of
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.http.event_stream import STREAM_HEADERS
 from cppbatch.server.models.served import MODELS
+from cppbatch.server.request_checks import IN_FLIGHT
 
 routes = Routes()
 

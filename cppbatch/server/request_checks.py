@@ -84,7 +84,7 @@ def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
 
 
 @web.middleware
-async def admission_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def limits_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Reads the body. Refuses bodies that are too large, requests for a model that their key does not allow, and
     requests beyond the limits on concurrency and on the key's rate.
 
