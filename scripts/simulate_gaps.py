@@ -117,8 +117,8 @@ class Engine:
 
     def _timed(self, batch: Any) -> None:
         plan: Any = self._plan
-        rows = {sequence for sequence, n in plan.chunks if sequence.n_pending == 1 and sequence.n_generated}
-        pieces = [(n, s.n_computed) for s, n in plan.chunks if s not in rows and (n > 1 or not plan.n_beside)]
+        rows = {sequence for sequence, n in plan.scheduled if sequence.n_pending == 1 and sequence.n_generated}
+        pieces = [(n, s.n_computed) for s, n in plan.scheduled if s not in rows and (n > 1 or not plan.n_beside)]
         self.now += self._law.step_s(plan.row_groups, sum(sequence.n_tokens for sequence in rows), pieces)
         self._decode(batch)
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from cppbatch.chat.call_form import NAME, CallForm
 from cppbatch.chat.custom_tools import CustomCallParser, has_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
 from cppbatch.chat.media_parts import Placeholders, PlainText
 from cppbatch.chat.output_parser import OutputParser, PlainTextParser, ToolSchemas
 from cppbatch.chat.reasoning import UNLIMITED, ReasoningState, ReasoningTags, ThinkingBudget, effort_tokens
 from cppbatch.chat.template import ChatTemplate, content_text, decode_object, join_parts
-from cppbatch.chat.template_form import NAME, CallForm
 from cppbatch.chat.tool_formats.gemma4 import Gemma4Format
 from cppbatch.chat.tool_formats.generic import GenericFormat, describe_tools_in_text
 from cppbatch.chat.tool_formats.harmony import HarmonyFormat
@@ -24,7 +24,7 @@ from cppbatch.chat.tool_formats.pythonic import OF_TEMPLATES, PythonicFormat
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 from cppbatch.chat.tools import ToolChoice, callable_tools, check_satisfiable
 from cppbatch.errors import client_name, client_names
-from cppbatch.generation_schema import simplify
+from cppbatch.generation_schema.simplify import simplify
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ import msgspec
 
 from cppbatch.chat.escaped_lark import UnsupportedGrammar, escape_lark, input_grammar
 from cppbatch.errors import InvalidRequest
-from cppbatch.generation_schema import close_objects
+from cppbatch.generation_schema.close import close_objects
 from cppbatch.json_schema import GUIDANCE
 
 MAX_TOOL_CALLS = 8

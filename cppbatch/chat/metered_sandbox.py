@@ -1,7 +1,7 @@
 """The sandbox of templates that are compiled and rendered in this process, in bounded time.
 
 A template that is large, that does what is not known to be cheap, or that costs more than its budget
-(`metered_operations.py`), raises `NotQuick`, and a child process renders it instead (`template_program.py`).
+(`render_budget.py`), raises `NotQuick`, and a child process renders it instead (`template_program.py`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,9 @@ import jinja2.sandbox
 import jinja2.visitor
 from jinja2 import nodes
 
-from cppbatch.chat.metered_operations import (
-    FILTERS,
-    METHODS,
-    OPERATORS,
-    TESTS,
-    NotQuick,
-    budget,
-    charge,
-    charge_weight,
-    concat,
-    to_text,
-    write,
-)
+from cppbatch.chat.metered_filters import FILTERS, METHODS
+from cppbatch.chat.metered_operations import OPERATORS, TESTS, concat, to_text, write
+from cppbatch.chat.render_budget import NotQuick, budget, charge, charge_weight
 from cppbatch.chat.sandbox import (
     HostFunction,
     MakeDict,

@@ -13,10 +13,11 @@ from typing import Any
 import jinja2
 import msgspec
 
+from cppbatch.chat.call_form import NAMED_ID
 from cppbatch.chat.capabilities import PROBE_TOOL, ChatMessage, TemplateCapabilities, TemplateCaps, detect_capabilities
 from cppbatch.chat.reasoning import ReasoningTags
 from cppbatch.chat.sandbox import GivenList, HostFunction, default_variables
-from cppbatch.chat.template_form import NAMED_ID, TemplateForm, learn
+from cppbatch.chat.template_form import TemplateForm, learn
 from cppbatch.chat.template_program import NeedsChild, TemplateStopped, program_of
 from cppbatch.chat.turns import TurnRules, arrange, learn_turns, short_id, with_ids
 from cppbatch.errors import ConfigError, InvalidRequest

@@ -19,8 +19,8 @@ from typing import IO, Any, NamedTuple
 
 import jinja2
 
-from cppbatch.chat.metered_operations import NotQuick
 from cppbatch.chat.metered_sandbox import compile_metered, render_metered
+from cppbatch.chat.render_budget import NotQuick
 from cppbatch.chat.sandbox import HostFunction
 from cppbatch.child_processes import child_command, start
 from cppbatch.errors import ConfigError, InvalidRequest

@@ -11,7 +11,7 @@ import msgspec
 from cppbatch.chat.custom_tools import as_function
 from cppbatch.chat.schema_types import resolve_ref
 from cppbatch.errors import InvalidRequest
-from cppbatch.generation_schema import simplify
+from cppbatch.generation_schema.simplify import simplify
 from cppbatch.json_schema import has_finite_instance
 
 Json = dict[str, Any]

@@ -1,15 +1,12 @@
-"""The link between the server process and a worker: MessagePack messages, and a status in shared memory."""
+"""The messages between the server process and a worker, in MessagePack."""
 
 from __future__ import annotations
 
-import mmap
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from cppbatch.config import MAX_SEQ_IDS, EngineConfig
+from cppbatch.config import EngineConfig
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.live_state import LiveEngine
@@ -253,75 +250,3 @@ encode = msgspec.msgpack.Encoder().encode
 _for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 decode_for_worker, decode_from_worker = _for_worker.decode, _from_worker.decode
-
-
-# --- shared status ---------------------------------------------------------------------------------------------------
-# A worker's state, in memory that its server can still read after the worker's death.
-#
-# Messages do not suffice: a process that aborts loses the messages it has just sent.
-
-
-_N_PREPARING = 9  # the threads of `InputThreads`
-_HEARTBEATS, _N_COMPUTING, _PREPARING, _PROGRESS = 0, 1, 2, 2 + _N_PREPARING  # offsets
-_COMPUTING = _PROGRESS + _N_PREPARING
-_N_NUMBERS = _COMPUTING + MAX_SEQ_IDS
-
-
-class SharedStatus:
-    """A memory-mapped file of int64 numbers. The worker writes, the server's process reads.
-
-    Layout: the heartbeat counter; the number of computed requests; the request that each of 9 threads is preparing (-1:
-    none), and its progress counter; the computed requests.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Opens the file, or creates it."""
-        if not path.exists():
-            empty = np.zeros(_N_NUMBERS, np.int64)
-            empty[_PREPARING:_PROGRESS] = -1
-            path.write_bytes(empty.tobytes())
-        with path.open("r+b") as file:
-            self._numbers = np.frombuffer(mmap.mmap(file.fileno(), _N_NUMBERS * 8), np.int64)
-        self._computing: list[int] = []
-
-    # --- written by the worker --------------------------------------------------------------------------------------
-
-    def heartbeat(self) -> None:
-        """Increments the heartbeat counter."""
-        self._numbers[_HEARTBEATS] += 1
-
-    def set_preparing(self, thread: int, number: int) -> None:
-        """Sets the request that thread `thread` (0 to 8) is preparing; -1: none."""
-        self._numbers[_PREPARING + thread] = number
-
-    def progressed(self, thread: int) -> None:
-        """Reports progress of thread `thread` with its request, or a legitimate wait: it does not hang."""
-        self._numbers[_PROGRESS + thread] += 1
-
-    def set_computing(self, numbers: list[int]) -> None:
-        """Sets the requests of the next step: only these can crash it."""
-        if numbers != self._computing:
-            self._numbers[_COMPUTING : _COMPUTING + len(numbers)] = numbers
-            self._numbers[_N_COMPUTING] = len(numbers)
-            self._computing = numbers
-
-    # --- read by the server's process -------------------------------------------------------------------------------
-
-    @property
-    def heartbeats(self) -> int:
-        """Increases with each step, and every second while the worker is idle."""
-        return int(self._numbers[_HEARTBEATS])
-
-    def preparing(self) -> list[int]:
-        """The requests being prepared."""
-        return [int(number) for number in self._numbers[_PREPARING:_PROGRESS] if number >= 0]
-
-    def progress(self) -> list[tuple[int, int]]:
-        """The requests being prepared, each with its progress counter."""
-        both = self._numbers[_PREPARING:_COMPUTING].reshape(2, _N_PREPARING).T
-        return [(int(number), int(counter)) for number, counter in both if number >= 0]
-
-    def active(self) -> set[int]:
-        """The requests being prepared, or computed in the last step."""
-        computing = self._numbers[_COMPUTING : _COMPUTING + int(self._numbers[_N_COMPUTING])]
-        return {*computing.tolist(), *self.preparing()}

@@ -28,7 +28,7 @@ from cppbatch.engine.scheduler import PoolingScheduler, Scheduler
 from cppbatch.engine.sequence import Seq, StepOutput
 from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
 from cppbatch.engine.step_budget import StepBudgets
-from cppbatch.engine.step_plan import Chunk, StepPlan
+from cppbatch.engine.step_plan import Scheduled, StepPlan
 from cppbatch.engine.step_shape import step_shape
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
@@ -178,19 +178,20 @@ class EngineCore:
         sequence = self.inputs.process(request, cancelled, arrived_at=arrived_at, patient=patient)
         if resume:
             self.inputs.check_resumed(sequence, len(resume.tokens))
-            sequence.resume(resume, perf_counter())
+            sequence.resume(resume)
             self.outputs.resume(sequence)
         if self._disk:
             self._disk.refresh()
         return sequence
 
     def add(self, sequence: Seq, *, limited: bool = True) -> None:
-        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences are already waiting.
+        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences wait beside `n_parallel`
+        that run or will be admitted by the next step.
 
         Raises `InvalidRequest` if its id is in use, `QueueFull`, `EngineClosed`.
         """
         limit = self.config.max_queue
-        if limited and len(self.scheduler.waiting) >= limit:
+        if limited and len(self.sequences) >= self.config.n_parallel + limit:
             raise QueueFull(limit, self.metrics.seconds_per_request())
         if self.is_closed:
             raise EngineClosed("the engine is closed")
@@ -277,7 +278,7 @@ class EngineCore:
             if self._on_plan:
                 self._on_plan(plan)
             kv.apply()
-            if plan.pieces:
+            if plan.all_scheduled:
                 self._fill(plan)
                 metrics.lap("fill")
                 began = perf_counter()
@@ -294,7 +295,7 @@ class EngineCore:
             self.restart()
             raise
         if disk:
-            if not plan.pieces:
+            if not plan.all_scheduled:
                 disk.wait(0.02)  # seconds: commands wait meanwhile
             disk.after_step(kv.state_of)
         if not scheduler.has_work:
@@ -334,7 +335,7 @@ class EngineCore:
 
     def _fill(self, plan: StepPlan) -> None:
         """Fills the batch with the step's tokens. Images are added when their turn comes (`_decode_media`)."""
-        if plan.chunks:
+        if plan.scheduled:
             self._batch.refill(plan.batch, n_rows=plan.n_rows)
             self._sampler.before_decode(plan)
         else:
@@ -398,7 +399,7 @@ class EngineCore:
             context.use_adapters(plan.adapters)
             if plan.media:
                 self._decode_media(plan.media)
-            if plan.chunks:
+            if plan.scheduled:
                 context.decode(self._batch)
                 if runtime.head:
                     runtime.head.computed(plan.batch)
@@ -406,7 +407,7 @@ class EngineCore:
             if not self._survives_failures:
                 raise
             log.error("step of %d tokens failed: %s", plan.n_tokens, error)
-            for sequence, _ in plan.pieces:
+            for sequence, _ in plan.all_scheduled:
                 sequence.error = str(error)
                 self._finish(sequence, FinishReason.ERROR)
             return False
@@ -415,7 +416,7 @@ class EngineCore:
         self.metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
         return True
 
-    def _decode_media(self, media: list[Chunk]) -> None:
+    def _decode_media(self, media: list[Scheduled]) -> None:
         """Computes images and audio: those with a causal mask in one batch, the others one at a time, since each must
         be in a single ubatch."""
         batch = self._media_batch
@@ -445,7 +446,7 @@ class EngineCore:
         if plan.n_drafted:
             reasons = self._verify_drafts(plan, outputs, sampled)
         else:
-            for sequence, n in plan.pieces:
+            for sequence, n in plan.all_scheduled:
                 self.kv.computed(sequence, n)
             reasons = [self._accept(sequence, output) for sequence, output in zip(outputs, sampled, strict=True)]
         for sequence, reason in zip(outputs, reasons, strict=True):
@@ -468,7 +469,7 @@ class EngineCore:
 
     def _report_prefill(self, plan: StepPlan) -> None:
         now = perf_counter()
-        for sequence, _ in plan.pieces:
+        for sequence, _ in plan.all_scheduled:
             if sequence.request.usage_events != "end" and sequence.in_first_prefill:
                 self.outputs.report(sequence, now)
 
@@ -492,7 +493,7 @@ class EngineCore:
         metrics, in_cache = self.metrics, {}
         metrics.draft_steps += 1
         accepted: dict[Seq, int] = {}
-        for sequence, n in plan.chunks:
+        for sequence, n in plan.scheduled:
             in_cache[sequence] = sequence.n_computed + n
             sequence.n_drafted += len(sequence.draft)
             metrics.drafted_tokens += len(sequence.draft)

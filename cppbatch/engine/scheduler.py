@@ -29,7 +29,7 @@ from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import Speculator
 from cppbatch.engine.step_budget import StepBudget, StepBudgets
 from cppbatch.engine.step_cost import Groups, StepCost
-from cppbatch.engine.step_plan import Chunk, StepPlan
+from cppbatch.engine.step_plan import Scheduled, StepPlan
 from cppbatch.engine.step_shape import StepShape
 
 _MAX_HEADROOM_CELLS = 32  # reserved for the growth of each running sequence when another one is admitted
@@ -173,18 +173,19 @@ class Scheduler:
         return expired
 
     def plan(self) -> StepPlan:
-        """The next step. The caller applies it (`KVPool.apply`), then computes every chunk or removes its sequence."""
+        """The next step. The caller applies it (`KVPool.apply`), then computes what is scheduled or removes its
+        sequence."""
         plan = StepPlan()
         self._just_preempted.clear()
         self.blocked = None
         self._preempt_until_free()
         plan.admitted = self._admit()
         self._choose(plan)
-        plan.n_tokens = sum(n for _, n in plan.pieces) - plan.n_drafted
+        plan.n_tokens = sum(n for _, n in plan.all_scheduled) - plan.n_drafted
         return plan
 
     def _choose(self, plan: StepPlan) -> None:
-        """Fills `plan.chunks`: which running sequences compute how many tokens."""
+        """Fills `plan.scheduled`: which running sequences compute how many tokens."""
         computing = self._may_compute()
         decoding = [s for s in computing if s.status is SeqStatus.DECODE and not s.moving]
         prompts = [s for s in computing if s.status is SeqStatus.PREFILL and not s.moving]
@@ -208,20 +209,20 @@ class Scheduler:
         prefill = self._prefill(prompts, step_budget, plan.row_groups, len(rows), decoding)
         if not (rows or prefill):
             return False
-        chunks, n_padding = [(s, 1) for s in rows], 0
+        scheduled, n_padding = [(s, 1) for s in rows], 0
         if rows and not prefill:
             shape.pad(plan, len(rows), cost)
             if self._speculator:
-                chunks, n_padding = self._add_drafts(plan, chunks, beside, cost, self._speculator)
+                scheduled, n_padding = self._add_drafts(plan, scheduled, beside, cost, self._speculator)
         if any(sequence.next_run for sequence, _ in prefill):
             plan.media = [(sequence, n) for sequence, n in prefill if sequence.next_run]
             prefill = [(sequence, n) for sequence, n in prefill if not sequence.next_run]
-        shape.fill(plan, chunks, prefill, beside, n_padding)
+        shape.fill(plan, scheduled, prefill, beside, n_padding)
         return True
 
     def _add_drafts(
-        self, plan: StepPlan, rows: list[Chunk], beside: list[Seq], cost: StepCost, speculator: Speculator
-    ) -> tuple[list[Chunk], int]:
+        self, plan: StepPlan, rows: list[Scheduled], beside: list[Seq], cost: StepCost, speculator: Speculator
+    ) -> tuple[list[Scheduled], int]:
         """The rows with the draft tokens that speed up generation, and the draft tokens of each padding row."""
         sequences = sorted((sequence for sequence, _ in rows), key=attrgetter("seq_id"))
         limits = self._shape.draft_limits(plan, sequences, beside, is_queue_empty=not self.waiting)
@@ -254,13 +255,13 @@ class Scheduler:
         n_rows = plan.n_decode + plan.n_beside
         n_prompt, again = plan.n_tokens - n_rows, 0
         if n_prompt:
-            again = sum(s.n_recomputed(n) for s, n in plan.chunks if s.n_computed_before)
+            again = sum(s.n_recomputed(n) for s, n in plan.scheduled if s.n_computed_before)
         n_unfinished = min(self.n_parallel, len(self.running) + len(self.waiting))
         return StepWork(n_rows, plan.row_groups, plan.n_drafted, 0, n_prompt, min(again, n_prompt), n_unfinished)
 
     def _prefill(
         self, prefilling: list[Seq], step_budget: StepBudget, groups: Groups, n_decode: int, decoding: list[Seq]
-    ) -> list[Chunk]:
+    ) -> list[Scheduled]:
         """Pieces of these prompts, as many as the step budget and the free cells allow alongside decode rows.
 
         `prefilling`: in order of rank, with the same adapters. `groups`: as `StepPlan.row_groups`. `n_decode`: decode
@@ -273,27 +274,27 @@ class Scheduler:
         n_decoding, shape = len(decoding), self._shape
         groups = shape.padded(groups)
         prefilling, long, budget = self._prompt_budget(prefilling, step_budget, groups, n_decode, decoding)
-        chunks: list[Chunk] = []
+        prefill: list[Scheduled] = []
         room = self._step_tokens - sum(groups)
         for sequence in prefilling:
-            if chunks and sequence in long:
+            if prefill and sequence in long:
                 continue
             end = sequence.piece_end
             if (run := sequence.next_run) and run.is_whole:
                 # Waits for others to end if they have grown into its cells. They are computing, or they would not grow.
                 n = end - sequence.n_computed
                 has_cells = not self._kv.unified or self._kv.ensure_free(n_decoding + n)
-                if budget <= 0 or (chunks and n > budget) or not has_cells:
+                if budget <= 0 or (prefill and n > budget) or not has_cells:
                     continue
             else:
                 n_left = (min(end, sequence.prefill_stops[0]) if sequence.prefill_stops else end) - sequence.n_computed
                 n = min(budget, n_left, _MAX_SCORED_TOKENS if sequence.is_scored else n_left)
                 n = shape.piece(sequence, n, n_left, room, has_rows=n_decode > 0)
             if n > 0:
-                chunks.append((sequence, n))
+                prefill.append((sequence, n))
                 budget -= n
                 room -= n + shape.piece_padding
-        return chunks
+        return prefill
 
     def _prompt_budget(
         self, prefilling: list[Seq], step_budget: StepBudget, groups: Groups, n_decode: int, decoding: list[Seq]
@@ -428,7 +429,7 @@ class PoolingScheduler(Scheduler):
                 self._kv.admit(sequence)
                 plan.adapters = sequence.adapters
                 plan.admitted.append(sequence)
-                plan.chunks.append((sequence, sequence.n_tokens))
+                plan.scheduled.append((sequence, sequence.n_tokens))
                 plan.n_tokens += sequence.n_tokens
         chosen = set(plan.admitted)
         self.waiting = [sequence for sequence in self.waiting if sequence not in chosen]

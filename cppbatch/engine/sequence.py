@@ -410,7 +410,7 @@ class Seq:
 
     # --- changes of tokens and status ---------------------------------------------------------------------------
 
-    def resume(self, state: ResumeState, now: float) -> None:
+    def resume(self, state: ResumeState) -> None:
         """Adds the tokens that it got from a crashed engine; `OutputProcessor.resume` detokenises them."""
         at = 0
         while at < len(state.tokens):
@@ -422,7 +422,7 @@ class Seq:
             at += len(new)
         if self.is_full:
             self.shift()
-        self.arrived_at = now - state.age
+        self.arrived_at -= state.age
         if state.tokens:
             self.admitted_at = self.first_token_at = self.arrived_at + state.first_token_seconds
             if self.constraint:

@@ -12,19 +12,19 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.step_cost import Groups
 
-Chunk = tuple[Seq, int]
+Scheduled = tuple[Seq, int]
 
 
 class StepPlan(msgspec.Struct):
     """One step: which sequences compute how many of their pending tokens."""
 
-    chunks: list[Chunk] = msgspec.field(default_factory=list)
+    scheduled: list[Scheduled] = msgspec.field(default_factory=list)
     """Sequences with the number of tokens to compute, pending ones before draft tokens, in batch order."""
-    media: list[Chunk] = msgspec.field(default_factory=list)
-    """Sequences with the number of image or audio vectors to compute, in a separate batch before that of `chunks`."""
+    media: list[Scheduled] = msgspec.field(default_factory=list)
+    """Sequences with the number of image or audio vectors to compute, in a separate batch before the other."""
     padding: list[PaddingRow] = msgspec.field(default_factory=list)
     entries: list[BatchEntry] = msgspec.field(default_factory=list)
-    """If the batch has more than the chunks: chunks, parts of them and padding rows in batch order."""
+    """If the batch has more than `scheduled`: its sequences, parts of them and padding rows in batch order."""
     row_groups: Groups = ()
     """Decode rows that llama.cpp computes together, including padding rows and prompt tokens among them."""
     adapters: AdapterSet = ()
@@ -33,23 +33,23 @@ class StepPlan(msgspec.Struct):
     """Whether the previous step had other adapters."""
     admitted: list[Seq] = msgspec.field(default_factory=list)
     n_decode: int = 0
-    """The number of chunks that are decode rows; the others are prefill."""
+    """The number of scheduled sequences that are decode rows; the others are prefill."""
     n_beside: int = 0
     """The number of prompts with a token computed among the decode rows, as part of `row_groups`."""
     n_tokens: int = 0
-    """Tokens of the chunks and vectors of the media, without drafts."""
+    """Scheduled tokens and vectors of the media, without drafts."""
     n_drafted: int = 0
     """Draft tokens, including filling tokens. 0: every decode row has one token."""
 
     @property
-    def pieces(self) -> list[Chunk]:
-        """Chunks and media: all sequences that the step computes."""
-        return self.chunks + self.media if self.media else self.chunks
+    def all_scheduled(self) -> list[Scheduled]:
+        """With the media: all sequences that the step computes."""
+        return self.scheduled + self.media if self.media else self.scheduled
 
     @property
     def batch(self) -> Sequence[BatchEntry]:
-        """The entries of the step, in order: chunks, parts of them and padding rows."""
-        return self.entries or self.chunks
+        """The entries of the step, in order: sequences, parts of them and padding rows."""
+        return self.entries or self.scheduled
 
     @property
     def n_rows(self) -> int:
@@ -58,7 +58,7 @@ class StepPlan(msgspec.Struct):
 
     def outputs(self) -> list[Seq]:
         """The sequences that get a token, because none is pending after this step. In batch order."""
-        return [sequence for sequence, n in self.chunks if n >= sequence.n_pending]
+        return [sequence for sequence, n in self.scheduled if n >= sequence.n_pending]
 
     def rows(self) -> list[int]:
         """For each sequence of `outputs`, the index of its last pending token's row among the step's rows of logits.
@@ -74,4 +74,4 @@ class StepPlan(msgspec.Struct):
     @property
     def scores(self) -> bool:
         """Whether the step computes log-probabilities of a prompt."""
-        return any(sequence.is_scored for sequence, _ in self.chunks)
+        return any(sequence.is_scored for sequence, _ in self.scheduled)

@@ -18,7 +18,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.speculator import DraftLimits
 from cppbatch.engine.step_budget import MIN_PIECE_TOKENS
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
-from cppbatch.engine.step_plan import Chunk, StepPlan
+from cppbatch.engine.step_plan import Scheduled, StepPlan
 
 _GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
 _MAX_GAIN_STEPS = 64  # steps for which closing a gap is expected to pay off, at most
@@ -181,17 +181,19 @@ class StepShape:
 
     # --- the batch --------------------------------------------------------------------------------------------------
 
-    def fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk], beside: list[Seq], n_padding: int) -> None:
-        """Sets the chunks, and the batch's entries. `beside`: prompts with a token among the rows. `n_padding`: draft
+    def fill(
+        self, plan: StepPlan, rows: list[Scheduled], prefill: list[Scheduled], beside: list[Seq], n_padding: int
+    ) -> None:
+        """Sets `scheduled`, and the batch's entries. `beside`: prompts with a token among the rows. `n_padding`: draft
         tokens per padding row."""
         together: list[BatchEntry] = [*rows, *((padding, 1 + n_padding) for padding in plan.padding)]
         batch = self._batch(plan, together, prefill, beside)
-        plan.chunks = [chunk for entry, n in batch if (chunk := _chunk(entry, n))]
-        plan.entries = batch if len(plan.chunks) < len(batch) else []
+        plan.scheduled = [scheduled for entry, n in batch if (scheduled := _scheduled(entry, n))]
+        plan.entries = batch if len(plan.scheduled) < len(batch) else []
         plan.n_decode, plan.n_beside = len(rows), len(beside)
 
     def _batch(
-        self, plan: StepPlan, rows: list[BatchEntry], prefill: list[Chunk], beside: list[Seq]
+        self, plan: StepPlan, rows: list[BatchEntry], prefill: list[Scheduled], beside: list[Seq]
     ) -> list[BatchEntry]:
         """The entries of the batch, in its order. `rows`: with padding rows."""
         n_of = dict(prefill)
@@ -244,7 +246,7 @@ class FixedRows(StepShape):
         return tokens_before_padding(n, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
 
     def _batch(
-        self, plan: StepPlan, rows: list[BatchEntry], prefill: list[Chunk], beside: list[Seq]
+        self, plan: StepPlan, rows: list[BatchEntry], prefill: list[Scheduled], beside: list[Seq]
     ) -> list[BatchEntry]:
         batch = with_min_rows(rows, prefill, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
         plan.padding = [entry for entry, _ in batch if isinstance(entry, PaddingRow)]
@@ -306,7 +308,7 @@ def _join_groups(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tup
     return joined
 
 
-def _chunk(entry: Seq | PaddingRow | PromptPart, n: int) -> Chunk | None:
+def _scheduled(entry: Seq | PaddingRow | PromptPart, n: int) -> Scheduled | None:
     """All tokens that a sequence computes, at the place of its last ones."""
     if isinstance(entry, Seq):
         return entry, n

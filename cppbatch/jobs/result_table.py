@@ -7,38 +7,27 @@ end, so it is either complete or does not exist.
 
 from __future__ import annotations
 
-import csv
 import os
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.durable_files import move_into_place, storage_error
-from cppbatch.jobs.input.format import InputFormat, LineReader, field_text
-from cppbatch.jobs.input.parquet import ParquetInput, import_pyarrow, python_values
-from cppbatch.jobs.input.request_builder import RequestBuilder
-from cppbatch.jobs.input.tables import CsvInput
-from cppbatch.jobs.job_request import Json, RejectedLine
+from cppbatch.jobs.input.format import InputFormat, field_text
+from cppbatch.jobs.job_request import Json
+from cppbatch.jobs.table_input import columns_of, open_input
+from cppbatch.jobs.table_output import COUNTS, CsvTable, ParquetTable
 
 _TEXT_COLUMNS = ("answer", "reasoning_content", "tool_calls", "logprobs", "finish_reason")
 _OPTIONAL = frozenset(("reasoning_content", "tool_calls", "logprobs", "embedding", "embeddings"))
 """Columns that are only in the table if a result has them."""
-_COUNTS = ("prompt_tokens", "completion_tokens")
 _TEXT_FILES = (".txt", ".text", ".md")
 """Extensions that an answer keeps; the answer to another file has .txt in addition."""
-
-Row = tuple[int, list[Any]]
-"""The number of a line of the input, and the values of its columns."""
-Column = Any
-"""Some rows of a column: a list of Python values, or pyarrow's array."""
-Rows = tuple[list[int], list[Column]]
-"""The numbers of some lines of the input, and their columns."""
 
 
 def input_stamp(input_format: InputFormat) -> tuple[int, int, int] | None:
@@ -122,15 +111,15 @@ def _existing(*paths: Path) -> list[Path]:
 
 
 def _write(input_format: InputFormat, found: _Results, output: Path) -> None:
-    source = _open_input(input_format)
+    source = open_input(input_format)
     part = Path(os.path.realpath(output)).with_name(f"{output.name}.part")
     try:
         answers = _answer_columns(source.columns, found.columns)
-        make = _CsvTable if output.suffix.lower() in (".csv", ".tsv") else _ParquetTable
+        make = CsvTable if output.suffix.lower() in (".csv", ".tsv") else ParquetTable
         table = make(part, source, dict(zip(answers, found.columns, strict=True)), found.properties)
         try:
             for lines, columns in source.rows():
-                table.write([*columns, *_columns([found.values(line) for line in lines])])
+                table.write([*columns, *columns_of([found.values(line) for line in lines])])
         finally:
             table.close()
         move_into_place(part, output)
@@ -173,7 +162,7 @@ class _Results:
         order = np.argsort(np.array(lines), kind="stable")
         self._lines, self._places = np.array(lines)[order], np.array(places)[order]
         texts = [name for name in _TEXT_COLUMNS if name in seen or name not in _OPTIONAL]
-        counts: tuple[str, ...] = _COUNTS
+        counts: tuple[str, ...] = COUNTS
         if vectors := seen & {"embedding", "embeddings"}:
             texts, counts = [max(vectors)], ("prompt_tokens",)
         columns = (*texts, *counts, "error")
@@ -230,206 +219,3 @@ def _message(result: Json) -> str:
     if result["error"] is not None:
         return str(result["error"]["message"])
     return str(result["response"]["body"]["error"]["message"])
-
-
-# --- the input ------------------------------------------------------------------------------------------------------
-
-
-class _Input(Protocol):
-    """All columns of an input file."""
-
-    columns: list[str]
-
-    def rows(self) -> Iterator[Rows]: ...
-    def close(self) -> None: ...
-
-
-def _columns(rows: Sequence[Sequence[Any]]) -> list[Column]:
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _in_columns(rows: Iterator[Row]) -> Iterator[Rows]:
-    """Some rows at a time."""
-    while some := list(islice(rows, 1024)):
-        yield [line for line, _ in some], _columns([values for _, values in some])
-
-
-def _open_input(input_format: InputFormat) -> _Input:
-    kinds: dict[str, type[_CsvRows] | type[_ParquetRows] | type[_JsonRows] | type[_TextRows] | type[_FileRows]] = {
-        "csv": _CsvRows, "parquet": _ParquetRows, "jsonl": _JsonRows, "txt": _TextRows, "files": _FileRows,
-    }  # fmt: skip
-    return kinds[input_format.kind](input_format)
-
-
-class _CsvRows:
-    def __init__(self, input_format: InputFormat) -> None:
-        self._input = CsvInput(input_format, RequestBuilder(input_format, ()))
-        self._records = self._input.records()
-        self._first = next(self._records, None)
-        self.columns = self._input.columns
-
-    def rows(self) -> Iterator[Rows]:
-        """All rows, without unreadable records."""
-        return _in_columns(self._rows())
-
-    def _rows(self) -> Iterator[Row]:
-        for record in (self._first, *self._records) if self._first else ():
-            if not isinstance(record, RejectedLine):
-                line, values = record
-                yield line, [_valid_text(value) for value in values]
-
-    def close(self) -> None:
-        self._input.close()
-
-
-class _ParquetRows:
-    def __init__(self, input_format: InputFormat) -> None:
-        self._input = ParquetInput(input_format, RequestBuilder(input_format, ()))
-        self.schema = self._input.schema
-        self.columns: list[str] = self.schema.names
-
-    def rows(self) -> Iterator[Rows]:
-        first = 1
-        for batch in self._input.batches():
-            yield list(range(first, first + batch.num_rows)), batch.columns
-            first += batch.num_rows
-
-    def close(self) -> None:
-        self._input.close()
-
-
-class _JsonRows:
-    """Lines of JSON. The columns are the fields of all lines."""
-
-    def __init__(self, input_format: InputFormat) -> None:
-        self._path = input_format.path
-        self.columns = list(dict.fromkeys(name for _, record in self._records() for name in record))
-
-    def _records(self) -> Iterator[tuple[int, Json]]:
-        lines = LineReader(self._path)
-        try:
-            for number, raw in lines:
-                try:
-                    record: Any = msgspec.json.decode(raw) if raw.strip() else None
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    continue
-                if isinstance(record, (str, dict)):
-                    yield number, {"prompt": record} if isinstance(record, str) else record
-        finally:
-            lines.close()
-
-    def rows(self) -> Iterator[Rows]:
-        return _in_columns((number, [record.get(name) for name in self.columns]) for number, record in self._records())
-
-    def close(self) -> None:
-        pass
-
-
-class _TextRows:
-    """Lines that are prompts."""
-
-    columns: list[str]
-
-    def __init__(self, input_format: InputFormat) -> None:
-        self._lines = LineReader(input_format.path)
-        self.columns = ["prompt"]
-
-    def rows(self) -> Iterator[Rows]:
-        lines = ((number, raw.rstrip(b"\r\n")) for number, raw in self._lines if raw.strip())
-        return _in_columns((number, [line.decode(errors="replace")]) for number, line in lines)
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-class _FileRows:
-    """Files that are prompts."""
-
-    columns: list[str]
-
-    def __init__(self, input_format: InputFormat) -> None:
-        self._names = input_format.files
-        self.columns = ["file"]
-
-    def rows(self) -> Iterator[Rows]:
-        return _in_columns((line, [name]) for line, name in enumerate(self._names, start=1))
-
-    def close(self) -> None:
-        pass
-
-
-# --- the output -----------------------------------------------------------------------------------------------------
-
-
-class _CsvTable:
-    """Delimited by commas in `.csv`, by tabs in `.tsv`."""
-
-    def __init__(self, path: Path, source: _Input, answers: dict[str, str], _properties: Json) -> None:
-        self._file = path.open("w", encoding="utf-8", newline="")
-        is_tsv = path.name.lower().endswith(".tsv.part")
-        form: dict[str, Any] = {"delimiter": "\t" if is_tsv else ",", "lineterminator": "\n"}
-        self._plain, self._quoted = (
-            csv.writer(self._file, **form),
-            csv.writer(self._file, **form, quoting=csv.QUOTE_ALL),
-        )
-        self._write([*source.columns, *answers])
-
-    def write(self, columns: list[Column]) -> None:
-        for row in zip(*map(_column_texts, columns), strict=True):
-            self._write(row)
-
-    def _write(self, texts: Sequence[str]) -> None:
-        writer = self._quoted if any("\r" in text for text in texts) else self._plain  # csv does not quote a lone \r
-        writer.writerow(texts)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _column_texts(column: Column) -> list[str]:
-    values = column if isinstance(column, list) else python_values(import_pyarrow()[0], column)
-    return [_valid_text(field_text(value)) for value in values]
-
-
-def _valid_text(text: str) -> str:
-    """The text with a replacement character for each byte that is not valid UTF-8."""
-    return text if text.isascii() else text.encode(errors="surrogateescape").decode(errors="replace")
-
-
-class _ParquetTable:
-    """Columns of a Parquet input keep their types, and properties of a schema have theirs; others are text."""
-
-    def __init__(self, path: Path, source: _Input, answers: dict[str, str], properties: Json) -> None:
-        self._arrow, parquet = import_pyarrow()
-        arrow = self._arrow
-        if isinstance(source, _ParquetRows):
-            fields = [(field.name, _plain_type(arrow, field.type)) for field in source.schema]
-        else:
-            fields = [(name, arrow.string()) for name in source.columns]
-        kinds = {name: arrow.int64() for name in _COUNTS} | {"embedding": arrow.list_(arrow.float32())}
-        typed = {"integer": arrow.int64(), "number": arrow.float64(), "boolean": arrow.bool_()}
-        of_schema = {name: each.get("type") for name, each in properties.items() if isinstance(each, dict)}
-        kinds |= {name: typed[kind] for name, kind in of_schema.items() if isinstance(kind, str) and kind in typed}
-        fields += [(name, kinds.get(answer, arrow.string())) for name, answer in answers.items()]
-        self._schema = arrow.schema(fields)
-        self._writer = parquet.ParquetWriter(path, self._schema)
-
-    def write(self, columns: list[Column]) -> None:
-        arrays = [self._array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
-        self._writer.write_batch(self._arrow.record_batch(arrays, schema=self._schema))
-
-    def _array(self, column: Column, kind: Any) -> Any:
-        """A column of the input as it is: its values may be none that Python has."""
-        if not isinstance(column, list):
-            return column.dictionary_decode() if self._arrow.types.is_dictionary(column.type) else column
-        is_text = self._arrow.types.is_string(kind)
-        shown = [None if value is None else field_text(value) for value in column] if is_text else column
-        return self._arrow.array(shown, kind)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _plain_type(arrow: Any, kind: Any) -> Any:
-    """The type of a column's values, without their encoding."""
-    return kind.value_type if arrow.types.is_dictionary(kind) else kind

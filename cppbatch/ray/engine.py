@@ -16,7 +16,7 @@ import msgspec
 from cppbatch import errors
 from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
 from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests, LatestState
-from cppbatch.cluster.engines.remote import RemoteEngine, unpaired_surrogate
+from cppbatch.cluster.engines.message_engine import MessageEngine, unpaired_surrogate
 from cppbatch.cluster.link import Answer, Check, Question, Refused
 from cppbatch.cluster.prefix_router import prompt_prefixes
 from cppbatch.config import EngineConfig
@@ -52,13 +52,13 @@ class SentRequest(InFlightRequest):
     """The group that carries its events; None until a replica runs it."""
 
 
-class RayEngine(RemoteEngine[SentRequest]):
+class RayEngine(MessageEngine[SentRequest]):
     """An `EngineClient` over the replicas of a Ray Serve deployment. Created and used inside a running event loop.
 
     Requests and their tokens so far are kept in this process, so another replica can continue them.
     """
 
-    _receiver = "the replicas"
+    _other_process = "the replicas"
 
     def __init__(self, config: EngineConfig, replicas: ReplicaSet) -> None:
         """`config`: the settings of each replica; `max_queue` counts requests waiting for any replica."""

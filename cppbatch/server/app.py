@@ -8,9 +8,8 @@ from aiohttp.typedefs import Middleware
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.gpu_state import GpuSampler
 from cppbatch.server import web_page
-from cppbatch.server.admission import IN_FLIGHT, InFlight, admission_middleware, availability_middleware
 from cppbatch.server.api.batches.handler import predict, run_batches
-from cppbatch.server.api.generate.generate_batch import RUNNING_BATCHES, RunningBatches
+from cppbatch.server.api.generate.running_batches import RUNNING_BATCHES, RunningBatches
 from cppbatch.server.api.live_endpoint import add_live
 from cppbatch.server.auth.key_usage import KEY_USAGE, KeyUsage, add_rate_headers
 from cppbatch.server.auth.keys import Slots, key_middleware
@@ -22,6 +21,7 @@ from cppbatch.server.models.served import MODELS, OneModel, ServedModels
 from cppbatch.server.observe.access_log import access_middleware, add_request_id
 from cppbatch.server.observe.metrics import GPUS, METRICS, ServerMetrics, metrics_middleware, sample_gpus
 from cppbatch.server.openapi import ROUTES
+from cppbatch.server.request_checks import IN_FLIGHT, InFlight, availability_middleware, limits_middleware
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
 
@@ -75,5 +75,5 @@ def _middlewares(settings: ServerSettings, cross_site: CrossSite) -> list[Middle
         preflight_middleware(settings.cors_methods, settings.cors_headers),
         *keys,
         availability_middleware,
-        admission_middleware,
+        limits_middleware,
     ]

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from cppbatch.server.admission import STREAMED_BODIES
-from cppbatch.server.http.api_errors import ApiError, error_response
+from cppbatch.server.http.api_errors import error_response
+from cppbatch.server.http.error_formats import ApiError
 from cppbatch.server.http.hosts import ANY_ORIGIN, LOCAL, HostNames, address_of, is_local
+from cppbatch.server.request_checks import STREAMED_BODIES
 from cppbatch.server.web_page import is_page
 
 _HEADERS = _HOST, _ORIGIN, _TYPE, _SITE, _MODE = "Host", "Origin", "Content-Type", "Sec-Fetch-Site", "Sec-Fetch-Mode"

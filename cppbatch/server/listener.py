@@ -86,7 +86,7 @@ async def listen(
         app,
         handler_cancellation=True,  # a closed connection cancels its request, streamed or not
         access_log=None,  # server/app.py has one
-        auto_decompress=False,  # 0.3 MB may expand to 300 MB, so `admission_middleware` refuses compressed bodies
+        auto_decompress=False,  # 0.3 MB may expand to 300 MB, so `limits_middleware` refuses compressed bodies
         keepalive_timeout=_KEEPALIVE_SECONDS,
         lingering_time=_LINGER_SECONDS,
         max_line_size=_MAX_HEADER_BYTES,

@@ -16,9 +16,10 @@ from cppbatch.server import web_page
 from cppbatch.server.api import file_texts, hub, input_tokens, live_endpoint, pooling, status
 from cppbatch.server.api.anthropic import messages
 from cppbatch.server.api.batches import endpoints as batch_endpoints
-from cppbatch.server.api.generate import generate_batch, generate_endpoint
+from cppbatch.server.api.generate import generate_batch, generate_endpoint, running_batches
 from cppbatch.server.api.llama_server import completion as llama_completion
 from cppbatch.server.api.llama_server import embeddings as llama_embeddings
+from cppbatch.server.api.llama_server import model_routes, slot_files
 from cppbatch.server.api.llama_server import status as llama_status
 from cppbatch.server.api.llama_server import tokenize as llama_tokenize
 from cppbatch.server.api.ollama import chat as ollama_chat
@@ -78,11 +79,14 @@ ROUTES = (
     pooling.routes,
     generate_endpoint.routes,
     generate_batch.routes,
+    running_batches.routes,
     batch_endpoints.routes,
     llama_completion.routes,
     llama_tokenize.routes,
     llama_embeddings.routes,
     llama_status.routes,
+    slot_files.routes,
+    model_routes.routes,
     ollama_chat.routes,
     ollama_generate.routes,
     ollama_embed.routes,

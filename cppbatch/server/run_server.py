@@ -14,13 +14,13 @@ from functools import partial
 from aiohttp import web
 
 from cppbatch.server.address import Address
-from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
 from cppbatch.server.http.connections import max_connections
 from cppbatch.server.listener import Listener, listen
 from cppbatch.server.models.served import ServedModels
 from cppbatch.server.process import IMMEDIATE_EXIT_CODE, ShowLoading, hide_loading, set_on_signals
+from cppbatch.server.request_checks import IN_FLIGHT
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 

@@ -22,7 +22,8 @@ from cppbatch.sizing.demand import (
 )  # fmt: skip
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import LEAST_CELLS, LEAST_CELLS_EACH, Engines, Speeds, placements
+from cppbatch.sizing.placement import LEAST_CELLS, LEAST_CELLS_EACH, Engines, placements
+from cppbatch.sizing.placement_search import Speeds
 
 log = logging.getLogger("cppbatch.memory")
 

@@ -133,7 +133,7 @@ class SimulatedReplica:
             sequence.admitted_at = sequence.admitted_at or now
         self.kv.apply()
         seconds = 0.0
-        if plan.chunks:  # else the step only moves cells
+        if plan.scheduled:  # else the step only moves cells
             seconds = self.times.seconds(plan)
             self.scheduler.computed(plan, seconds)
         seconds += self.memory.spent_s - self._charged_s
@@ -149,7 +149,7 @@ class SimulatedReplica:
         self.kv.remove_padding(plan.padding)
         outputs = plan.outputs()
         n_cells = self.memory.n_cells
-        for sequence, n in plan.chunks:
+        for sequence, n in plan.scheduled:
             self.kv.computed(sequence, n)
             n_cells[sequence.seq_id] = sequence.n_computed
         ended = []

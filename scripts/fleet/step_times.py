@@ -50,7 +50,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Of a step. Decode rows and prompt tokens take their times one after the other (docs/decisions/0002)."""
         milliseconds = self.step_ms + sum(at(self.rows_ms, n) for n in plan.row_groups)
         row_cells, prompt_cells, pieces = 0, 0, []
-        for sequence, n in plan.chunks:
+        for sequence, n in plan.scheduled:
             if sequence.status is SeqStatus.DECODE:
                 row_cells += sequence.n_computed
             else:

@@ -13,7 +13,7 @@ from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.jobs.job_request import JobRequest
 from cppbatch.server.api.batches.handler import BatchRequestHandler
-from cppbatch.server.http.api_errors import ErrorResponse
+from cppbatch.server.http.error_formats import ErrorResponse
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.support.http_client import Http, http_of

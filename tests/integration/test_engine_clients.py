@@ -30,11 +30,12 @@ from cppbatch import (
     LocalEngine,
     SamplingParams,
 )
-from cppbatch.cluster.engines import local, supervisor
+from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerState
 from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.cluster.rules import ScalingRule
+from cppbatch.cluster.worker import worker as worker_module
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, LlamaError, ModelError, QueueFull
@@ -184,7 +185,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert gate.wait(20)
         return EngineCore(config, progress=progress, **hooks)
 
-    monkeypatch.setattr(local, "EngineCore", load)
+    monkeypatch.setattr(worker_module, "EngineCore", load)
     yield gate
     gate.set()
 
@@ -330,6 +331,15 @@ async def test_a_full_queue_refuses_with_a_retry_after_and_earlier_requests_fini
     assert_ends_once(await soon(run(small, request("refused"))), FinishReason.LENGTH)  # its id is free
 
 
+async def test_an_idle_engine_takes_as_many_requests_at_once_as_it_computes_and_queues(
+    small: EngineClient, kind: str
+) -> None:
+    n_workers = 2 if kind in ("group", "autoscaled") else 1
+    requests = [request(str(i)) for i in range(2 * n_workers)]
+    for events in await together(small, requests):
+        assert_ends_once(events, FinishReason.LENGTH, n_tokens=16)
+
+
 async def test_a_text_has_the_tokens_whose_ids_have_its_pieces(engine: EngineClient) -> None:
     pieces = await soon(engine.tokenize("abba", add_special=False))
     assert [piece.piece for piece in pieces] == [b"a", b"b", b"b", b"a"]
@@ -419,6 +429,49 @@ async def test_a_call_from_another_event_loop_raises_at_once(engine: EngineClien
                 await asyncio.wait_for(call(engine), 5)
 
     await asyncio.to_thread(lambda: asyncio.run(call_all()))
+
+
+# --- a bug in the engine ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["local"], indirect=True)
+async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_says_why(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker process ends instead, and the next one continues its requests."""
+    steps, step = iter(range(5)), EngineCore.step
+
+    def failing(core: EngineCore) -> None:
+        if next(steps, None) is None:
+            raise RuntimeError("boom")
+        step(core)
+
+    engine = make()
+    await engine.loaded()
+    monkeypatch.setattr(EngineCore, "step", failing)
+    for events in await together(engine, [request(str(i)) for i in range(12)]):
+        assert_ends_once(events, FinishReason.ERROR)
+        assert "boom" in (events[-1].error or "")
+    assert engine.health().status == "failed"
+    assert "boom" in (engine.health().error or "")
+    for use in (run(engine, request("late")), engine.check(request()), engine.stats()):
+        with pytest.raises(EngineClosed, match="failed"):
+            await soon(use)
+    await engine.close()
+    assert engine.health().status == "failed"
+
+
+@pytest.mark.parametrize("kind", ["local"], indirect=True)
+async def test_statistics_that_the_engine_cannot_compute_are_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(core: EngineCore) -> None:
+        raise RuntimeError("boom")
+
+    async with make() as engine:
+        monkeypatch.setattr(EngineCore, "stats", failing)
+        with pytest.raises(EngineClosed, match="failed"):
+            await soon(engine.stats())
 
 
 # --- cancelling -------------------------------------------------------------------------------------------------------

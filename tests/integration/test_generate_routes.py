@@ -21,6 +21,7 @@ from cppbatch.server.settings import ServerSettings
 from tests.support.http_client import Http, http_to, post
 
 Json = dict[str, Any]
+USER = [{"role": "user", "content": "a"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 TOO_LONG = "x" * 5000
 
@@ -109,7 +110,7 @@ async def test_a_stream_has_the_same_text_and_the_other_fields_in_its_last_event
 
 BAD = {
     "no prompt": ({}, "prompt"),
-    "a prompt and messages": ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+    "a prompt and messages": ({"prompt": "a", "messages": USER}, "prompt"),
     "messages with an unknown role": ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role"),
     "messages too long": ({"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
     "an empty prompt": ({"prompt": ""}, "prompt"),
@@ -119,6 +120,8 @@ BAD = {
     "several texts": ({"prompt": "a", "n": 2}, "n"),
     "the best of several": ({"prompt": "a", "best_of": 2}, "best_of"),
     "a temperature out of range": ({"prompt": "a", "temperature": -1}, "temperature"),
+    "a grammar by SGLang's name": ({"prompt": "a", "ebnf": "root ::= ("}, "ebnf"),
+    "a schema by vLLM's name": ({"messages": USER, "guided_json": {"type": 5}}, "guided_json"),
     "not an object": ("[]", "body"),
     "no JSON": ("{", "body"),
 }
@@ -155,6 +158,8 @@ BAD_ITEMS = {
     "an override of another type": ({"prompt": "a", "temperature": "hot"}, "prompts[1].temperature"),
     "an override out of range": ({"prompt": "a", "top_p": 7}, "prompts[1].top_p"),
     "a grammar that is none": ({"prompt": "a", "grammar": "root ::= ("}, "prompts[1].grammar"),
+    "a grammar by SGLang's name": ({"prompt": "a", "ebnf": "root ::= ("}, "prompts[1].ebnf"),
+    "a schema by vLLM's name": ({"messages": USER, "guided_json": {"type": 5}}, "prompts[1].guided_json"),
     "a schema that is none": ({"prompt": "a", "json_schema": {"type": 5}}, "prompts[1].json_schema"),
     "a stop string that is empty": ({"prompt": "a", "stop": [""]}, "prompts[1].stop"),
     "a priority out of range": ({"prompt": "a", "priority": 1000}, "prompts[1].priority"),

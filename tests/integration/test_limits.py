@@ -44,6 +44,16 @@ async def test_a_larger_max_tokens_than_allowed_is_a_400_that_names_it(engine: H
             assert (status, answer["error"]["param"]) == (400, "max_completion_tokens")
 
 
+@pytest.mark.parametrize(("given", "wrong"), [((9, 5), "max_tokens"), ((5, 9), "n_predict"), ((None, 9), "n_predict")])
+async def test_of_two_names_for_the_maximum_the_one_over_the_limit_is_named(
+    engine: HeldEngine, given: tuple[int | None, int], wrong: str
+) -> None:
+    async with limited(engine, max_tokens=8) as http:
+        fields = dict(zip(("max_tokens", "n_predict"), given, strict=True))
+        status, answer = await post(http, "/completion", {"prompt": "Hello", **fields})
+        assert (status, answer["error"]["param"]) == (400, wrong)
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_request_without_max_tokens_gets_the_allowed_maximum(engine: HeldEngine, path: str) -> None:
     engine.go_on.set()

@@ -18,6 +18,7 @@ import pytest
 
 from cppbatch import LocalEngine
 from cppbatch.cluster.engines.client import WorkerLive
+from cppbatch.cluster.link import GetLive, ToWorker
 from cppbatch.server import listener as listener_module
 from cppbatch.server.api import live_endpoint
 from cppbatch.server.api.batches.handler import URLS
@@ -57,13 +58,13 @@ class CountedEngine(LocalEngine):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        ask = self._thread.ask_live
+        send = self._thread.send
 
-        def counted() -> None:
-            self.n_states += 1
-            ask()
+        def counted(message: ToWorker) -> None:
+            self.n_states += isinstance(message, GetLive)
+            send(message)
 
-        self._thread.ask_live = counted  # type: ignore[method-assign]
+        self._thread.send = counted  # type: ignore[method-assign]
 
     async def live(self) -> list[WorkerLive]:
         self.n_live += 1

@@ -283,6 +283,13 @@ async def test_a_cancelled_prompt_is_not_tokenised_to_its_end(tiny_llama: Path) 
         await until(lambda: not engine._supervisor.worker._status.preparing(), 15)  # type: ignore[union-attr]
 
 
+async def test_the_times_of_a_request_include_its_preparation(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, "slow_texts") as engine:
+        *_, last = await run(engine, request("long", "<|im_end|>" * 1500, max_tokens=2))
+        assert last.usage
+        assert last.usage.queue_seconds >= 0.5
+
+
 async def test_long_texts_do_not_delay_short_ones(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "slow_texts") as engine:
         long = [asyncio.ensure_future(run(engine, request(f"long {i}", LONG_TEXT))) for i in range(4)]

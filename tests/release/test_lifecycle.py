@@ -18,8 +18,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch.cluster.engines.client import Health
 from cppbatch.errors import ConfigError
-from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
+from cppbatch.server.request_checks import IN_FLIGHT
 from cppbatch.server.settings import ServerSettings
 from tests.support.fixtures import engine_of
 from tests.support.http_client import get, http_to

@@ -46,11 +46,11 @@ class Policy:
         self.kv.apply()
         self.kv.check()
         outputs = plan.outputs()
-        assert {its.adapters for its, _ in plan.chunks} <= {plan.adapters}, "a step mixes adapters"
-        for its, n in plan.chunks:
+        assert {its.adapters for its, _ in plan.scheduled} <= {plan.adapters}, "a step mixes adapters"
+        for its, n in plan.scheduled:
             self.memory.add_text(its.seq_id, n)
             self.kv.computed(its, n)
-        if plan.chunks:
+        if plan.scheduled:
             self.scheduler.computed(plan, cost(plan))
         for its in outputs:
             its.append(0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cppbatch.chat.call_form import KEY
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
-from cppbatch.chat.template_form import KEY
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from tests.templates.round_trip import QUESTION

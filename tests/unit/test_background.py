@@ -22,7 +22,7 @@ def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Seq]:
 
 
 def computed(plan: StepPlan) -> dict[Seq, int]:
-    return dict(plan.chunks)
+    return dict(plan.scheduled)
 
 
 def by_tokens(plan: StepPlan) -> float:
@@ -229,5 +229,5 @@ def test_in_any_schedule_no_request_waits_for_background_rows_and_every_step_com
         waited_for = {its for its in urgent if not its.n_generated} | (set(computed(plan)) & urgent)
         if waited_for:
             assert not any(its.is_background for its in computed(plan))
-        assert plan.chunks or plan.admitted or not policy.scheduler.running
+        assert plan.scheduled or plan.admitted or not policy.scheduler.running
     raise AssertionError("the scheduler never comes to rest")

@@ -225,8 +225,8 @@ async def test_a_local_engine_ends_its_thread_with_its_last_reference_and_warns(
         del engine
     await asyncio.to_thread(thread._thread.join, 10)
     assert not thread._thread.is_alive()
-    assert thread.engine
-    assert thread.engine.is_closed
+    assert thread.worker
+    assert thread.worker.engine.is_closed
 
 
 @pytest.mark.usefixtures("no_warnings")

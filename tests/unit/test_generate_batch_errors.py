@@ -8,6 +8,7 @@ from msgspec import UNSET
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.server.api.generate.batch_items import BatchItem
 from cppbatch.server.api.generate.generate_batch import GenerateBatchBuilder
+from cppbatch.server.models.serving import ResolvedRequest
 
 
 async def _ignore(request_id: str) -> None:
@@ -20,7 +21,8 @@ async def _ignore(request_id: str) -> None:
 )
 def test_an_error_of_the_engine_names_the_field_of_the_body(field: str, shown: str) -> None:
     items = [BatchItem([(f"prompts[{i}]", prompt)], {}) for i, prompt in enumerate("ab")]
-    builder = GenerateBatchBuilder(items, {1: GenerationRequest(id="x", prompt="b")}, _ignore, stream=False)
+    resolved = ResolvedRequest("x", [GenerationRequest(id="x", prompt="b")], {})
+    builder = GenerateBatchBuilder(items, {1: resolved}, _ignore, stream=False)
     event = GenerationEvent(request_id="x", finish_reason=FinishReason.ERROR, error="is wrong", error_field=field)
     builder.record(0, event)
     builder.set_error(0, RuntimeError("another one"))

@@ -16,7 +16,9 @@ from cppbatch.engine.grammar.grammar_check import GrammarChecker
 from cppbatch.engine.grammar.grammar_child import bytes_tokenizer, check
 from cppbatch.engine.grammar.structured_output import GrammarCompiler
 from cppbatch.errors import InvalidRequest
-from cppbatch.generation_schema import generation_schema, not_enforced, simplify
+from cppbatch.generation_schema import generation_schema
+from cppbatch.generation_schema.keywords import not_enforced
+from cppbatch.generation_schema.simplify import simplify
 from cppbatch.json_schema import compact_schema
 
 INTEGER = {"type": "integer"}

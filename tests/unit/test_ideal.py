@@ -313,7 +313,7 @@ def _one_row(scheduler: Any, plan: Any) -> None:
     """A policy that computes one sequence at a time."""
     sequence = scheduler.running[0]
     scheduler._kv.ensure_free(sequence.n_pending)
-    plan.chunks = [(sequence, sequence.n_pending)]
+    plan.scheduled = [(sequence, sequence.n_pending)]
     plan.n_decode = int(sequence.status.value == "decode")
     plan.row_groups = (1,) * plan.n_decode
 

@@ -36,7 +36,7 @@ def test_a_set_that_is_alone_computes_in_every_step_and_nothing_is_switched() ->
     policy.add(X)
     plans = [policy.step() for _ in range(3 * TURN_STEPS)]
     assert [plan.is_switch for plan in plans] == [True] + [False] * (3 * TURN_STEPS - 1)
-    assert all(len(plan.chunks) == 2 for plan in plans)
+    assert all(len(plan.scheduled) == 2 for plan in plans)
 
 
 def test_sets_are_distinguished_by_scale_too() -> None:
@@ -51,7 +51,7 @@ def test_all_sequences_of_a_set_compute_in_its_turn() -> None:
     for adapters in (X, Y, X, Y):
         policy.add(adapters)
     for _ in range(4 * TURN_STEPS):
-        assert len(policy.step().chunks) == 2
+        assert len(policy.step().scheduled) == 2
 
 
 def test_when_the_last_of_a_set_ends_its_turn_does() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from cppbatch.chat.metered_operations import NotQuick
 from cppbatch.chat.metered_sandbox import compile_metered, render_metered
+from cppbatch.chat.render_budget import NotQuick
 from tests.support.hostile_templates import HOSTILE, LONG
 
 MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "X"}]}

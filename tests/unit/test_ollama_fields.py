@@ -13,8 +13,8 @@ import pytest
 from cppbatch.errors import InvalidRequest
 from cppbatch.models.library import _REPOSITORIES
 from cppbatch.server.answer.logprobs import ChatTokenLogprob, ChatTopLogprob
-from cppbatch.server.api.ollama import fields, manage, models, types
-from cppbatch.server.http.api_errors import OllamaErrorResponse
+from cppbatch.server.api.ollama import descriptions, fields, manage, models, types
+from cppbatch.server.http.error_formats import OllamaErrorResponse
 from cppbatch.server.openapi import document
 
 THEIRS: dict[str, Any] = json.loads(Path(__file__).with_name("ollama_openapi.json").read_text())
@@ -36,9 +36,9 @@ OURS: dict[str, tuple[type[msgspec.Struct], set[str]]] = {
     "ChatResponse": (types.OllamaChatResponse, set()),
     "ChatStreamEvent": (types.OllamaChatResponse, set()),
     "EmbedResponse": (types.OllamaEmbedResponse, set()),
-    "ShowResponse": (models.ShowResponse, set()),
-    "ModelSummary": (models.ListedModel, {"remote_model", "remote_host"}),
-    "Ps": (models.RunningModel, set()),
+    "ShowResponse": (descriptions.ShowResponse, set()),
+    "ModelSummary": (descriptions.ListedModel, {"remote_model", "remote_host"}),
+    "Ps": (descriptions.RunningModel, set()),
     "StatusEvent": (manage.ProgressResponse, set()),
     "VersionResponse": (models.VersionResponse, set()),
     "Logprob": (ChatTokenLogprob, set()),

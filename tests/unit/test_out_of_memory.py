@@ -21,7 +21,8 @@ from cppbatch.sizing import fit_again, memory_check
 from cppbatch.sizing.buffers import Buffer
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
 from cppbatch.sizing.fit_again import smaller_sizes
-from cppbatch.sizing.placement import Placed, Speeds
+from cppbatch.sizing.placement import Placed
+from cppbatch.sizing.placement_search import Speeds
 from tests.support.fake_workers import FakeWorker, fake_workers
 from tests.support.fakes import fake_engine
 from tests.support.listening import until

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from cppbatch.config import EngineConfig, Preference
 from cppbatch.models.kernels import DeviceTimes
 from cppbatch.models.synthetic import LlamaShape, byte_vocab, write_llama
-from cppbatch.sizing import placement
+from cppbatch.sizing import placement, placement_search
 from cppbatch.sizing.buffers import Buffer
 from cppbatch.sizing.device_times import CPU
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
-from cppbatch.sizing.placement import Placed, Speeds, describe_placements, placements, ranked, scores
+from cppbatch.sizing.placement import Placed, describe_placements, placements, ranked, scores
+from cppbatch.sizing.placement_search import Speeds
 from tests.support import tiny_models
 
 GIB, MIB = 2**30, 2**20
@@ -57,7 +58,7 @@ class Machine:
         self.devices = [device for device, _ in devices]
         self._times = {CPU: cpu, **{device.name: times for device, times in devices}}
         monkeypatch.setattr(placement, "device_times", lambda *_, **__: self._times)
-        monkeypatch.setattr(placement, "kernel_times", lambda _: {})
+        monkeypatch.setattr(placement_search, "kernel_times", lambda _: {})
         monkeypatch.setattr(placement, "estimate_memory", self._estimate)
 
     def _estimate(self, configs: Sequence[EngineConfig]) -> MemoryEstimate:

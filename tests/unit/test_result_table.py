@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cppbatch.errors import ConfigError, StorageError
-from cppbatch.jobs import result_table
+from cppbatch.jobs import table_output
 from cppbatch.jobs.input.files import find_inputs
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.input.reader import InputReader
@@ -92,7 +92,7 @@ def test_columns_that_a_table_cannot_hold_end_in_one_sentence(tmp_path: Path, mo
         raise ValueError("too large")
 
     (tmp_path / "in.csv").write_text("text\na\n")
-    monkeypatch.setattr(result_table, "field_text", fail)
+    monkeypatch.setattr(table_output, "field_text", fail)
     with pytest.raises(ConfigError, match=r"cannot hold the columns of .*in\.csv \(ValueError: too large"):
         table(tmp_path, "in.csv", output="out.csv")
 

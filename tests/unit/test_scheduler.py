@@ -58,7 +58,7 @@ class Policy:
         self.kv.apply()
         self.kv.check()
         outputs = plan.outputs()
-        for sequence, n in plan.chunks:
+        for sequence, n in plan.scheduled:
             self.memory.add_text(sequence.seq_id, n)
             self.kv.computed(sequence, n)
         for sequence in outputs:
@@ -85,7 +85,7 @@ def ids(sequences: list[Seq]) -> list[str]:
 
 
 def chunks(plan: StepPlan) -> dict[str, int]:
-    return {sequence.id: n for sequence, n in plan.chunks}
+    return {sequence.id: n for sequence, n in plan.scheduled}
 
 
 # --- admission ------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_in_any_schedule_a_prompt_waits_two_steps_for_each_step_of_shorter_ones_
             assert waited[short] <= 2 * ceil(work[short] / step_tokens) + len(long), "one more where a long prompt ends"
             if short.n_generated:
                 del work[short]
-        if not plan.chunks:
+        if not plan.scheduled:
             pytest.fail("a step computes nothing")
     assert n_steps <= 2 * ceil(long[0] / step_tokens)
 
@@ -384,7 +384,7 @@ def test_decode_rows_are_in_order_of_seq_id_regardless_of_arrival() -> None:
     policy.add("e", 1, 9)
     policy.add("f", 1, 9)
     policy.step()
-    assert [sequence.seq_id for sequence, _ in policy.step().chunks] == [0, 1, 2, 3]
+    assert [sequence.seq_id for sequence, _ in policy.step().scheduled] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("n_prompt", "order"), [(60, [3, 0, 1, 2]), (200, [3, 2, 1, 0])])
@@ -392,7 +392,7 @@ def test_short_prompts_are_computed_together_and_long_ones_apart(n_prompt: int, 
     policy = Policy(n_seq_ids=4, step_tokens=1000, n_ctx=8192)
     for i in range(4):
         policy.add(str(i), 1 if i == 3 else n_prompt, 9)
-    seq_ids = [sequence.seq_id for sequence, _ in policy.step().chunks]
+    seq_ids = [sequence.seq_id for sequence, _ in policy.step().scheduled]
     assert seq_ids == (sorted(order) if n_prompt < 128 else order)
 
 
@@ -404,7 +404,7 @@ def test_rows_do_not_pass_over_the_cells_of_a_far_longer_prompt_after_them() -> 
     prompt = policy.add("long", 4000, 9)
     orders = []
     while prompt.n_computed < 2400:
-        orders.append([sequence.seq_id for sequence, _ in policy.step().chunks])
+        orders.append([sequence.seq_id for sequence, _ in policy.step().scheduled])
     assert orders[0] == [0, 1, 2, 3], "its first cells cost the rows nothing"
     assert orders[-1] == [3, 0, 1, 2]
 

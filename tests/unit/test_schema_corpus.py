@@ -17,7 +17,8 @@ from cppbatch import SamplingParams
 from cppbatch.engine.grammar.grammar_child import bytes_tokenizer, check
 from cppbatch.engine.grammar.structured_output import GrammarCompiler
 from cppbatch.errors import InvalidRequest
-from cppbatch.generation_schema import generation_schema, simplify
+from cppbatch.generation_schema import generation_schema
+from cppbatch.generation_schema.simplify import simplify
 from cppbatch.json_schema import find, has_finite_instance
 
 _FOLDER = Path(__file__).parent.parent / "support" / "json_schemas"

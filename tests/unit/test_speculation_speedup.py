@@ -43,7 +43,7 @@ def drafting_engine(**settings: Any) -> BatchInferenceEngine:
 
 def test_a_run_keeps_that_many_requests_in_flight_and_returns_their_answers_in_order() -> None:
     at_once: Counter[int] = Counter()
-    engine = drafting_engine(on_plan=lambda plan: at_once.update([len({sequence.id for sequence, _ in plan.chunks})]))
+    engine = drafting_engine(on_plan=lambda plan: at_once.update([len({each.id for each, _ in plan.scheduled})]))
     prompts = ["ab" * (1 + i) for i in range(7)]
     run = run_prompts(engine, prompts, greedy(9, ignore_eos=True), 3, salt="a")
     assert max(at_once) == 3

@@ -14,7 +14,7 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq, SeqStatus
-from cppbatch.engine.step_plan import Chunk, StepPlan
+from cppbatch.engine.step_plan import Scheduled, StepPlan
 
 
 class Padding:
@@ -26,7 +26,7 @@ class Padding:
         request = GenerationRequest(id="padding", prompt=[0], cache_prompt=False)
         self._sequence = Seq(request, np.zeros(kv.n_ctx + 1, np.int32), max_new=0, seed=0, now=0.0)
 
-    def chunk(self, n: int, adapters: AdapterSet) -> Chunk:
+    def scheduled(self, n: int, adapters: AdapterSet) -> Scheduled:
         """Returns `n` tokens for the next step. A seq_id and `n` cells must be free."""
         self._sequence.adapters = adapters
         self._kv.admit(self._sequence)
@@ -124,27 +124,27 @@ class StaticScheduler(Scheduler):
         if self._n_padding:
             n = min(self._n_padding, self._step_tokens, max(s.n_tokens for s in self._batch))
             self._n_padding -= n
-            plan.chunks = [self._padding.chunk(n, plan.adapters)]
+            plan.scheduled = [self._padding.scheduled(n, plan.adapters)]
             return
         ready = [s for s in self.running if not s.moving]
-        plan.chunks = in_batch_order([], self._prompts(ready))
-        if not plan.chunks:
+        plan.scheduled = in_batch_order([], self._prompts(ready))
+        if not plan.scheduled:
             rows = [(s, 1) for s in ready]
             n_ended = self._batch_size - len(self._batch)
-            padding = [self._padding.chunk(n_ended, plan.adapters)] if self._bucket and rows and n_ended else []
-            plan.chunks, plan.n_decode = in_batch_order(rows, padding), len(rows)
+            padding = [self._padding.scheduled(n_ended, plan.adapters)] if self._bucket and rows and n_ended else []
+            plan.scheduled, plan.n_decode = in_batch_order(rows, padding), len(rows)
             plan.row_groups = (len(rows),)
 
-    def _prompts(self, ready: list[Seq]) -> list[Chunk]:
-        n_left, chunks = self._step_tokens, []
+    def _prompts(self, ready: list[Seq]) -> list[Scheduled]:
+        n_left, prefill = self._step_tokens, []
         if not self._kv.ensure_free(n_left):
             n_left = min(n_left, self._kv.n_free)
         for sequence in ready:
             n = min(n_left, sequence.n_pending)
             if sequence.status is SeqStatus.PREFILL and n > 0:
-                chunks.append((sequence, n))
+                prefill.append((sequence, n))
                 n_left -= n
-        return chunks
+        return prefill
 
 
 def padding_tokens(lengths: list[int], bucket: int) -> int:
@@ -188,6 +188,6 @@ class ConcurrentScheduler(Scheduler):
         n = min(sequence.n_pending, self._step_tokens)
         if not self._kv.ensure_free(n):
             n = self._kv.n_free
-        plan.chunks, plan.adapters = [(sequence, n)], sequence.adapters
+        plan.scheduled, plan.adapters = [(sequence, n)], sequence.adapters
         plan.n_decode = int(sequence.status is SeqStatus.DECODE)
         plan.row_groups = (1,) * plan.n_decode

@@ -19,7 +19,8 @@ from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 from cppbatch.sizing.demand import memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import PLACED, Speeds, placement_flags, placements, scores
+from cppbatch.sizing.placement import PLACED, placement_flags, placements, scores
+from cppbatch.sizing.placement_search import Speeds
 from cppbatch.sizing.profile import TunedSettings
 from cppbatch.sizing.sizes import candidates_for
 

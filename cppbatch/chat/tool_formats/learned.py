@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from cppbatch.chat.call_form import HOLES, ID, INDEX, KEY, NAME, CallForm
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, OutputParser, ToolCallEmitter, ToolParser, ToolSchemas
 from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
@@ -22,7 +23,6 @@ from cppbatch.chat.schema_types import (
     standalone_schema,
     string_lengths,
 )
-from cppbatch.chat.template_form import HOLES, ID, INDEX, KEY, NAME, CallForm
 from cppbatch.chat.tool_formats.json_calls import JsonCallsParser
 from cppbatch.chat.tool_formats.tool_format import FUNCTION_NAME, ToolCallFormat, call_arguments, random_alphanumerics
 

@@ -6,46 +6,22 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
-from cppbatch.cluster.engines.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests, LatestState
-from cppbatch.cluster.engines.remote import RemoteEngine
+from cppbatch.cluster.engines.client import Health, WorkerState
+from cppbatch.cluster.engines.in_flight import MAX_CRASHES, InFlightRequest
 from cppbatch.cluster.engines.supervisor import Refit, Supervisor
-from cppbatch.cluster.link import (
-    Answer,
-    Cancel,
-    Check,
-    Checked,
-    Events,
-    FromWorker,
-    GetLive,
-    GetStats,
-    LimitThreads,
-    Live,
-    Question,
-    Refused,
-    SlotDone,
-    Stats,
-    Tokenize,
-    Tokenized,
-    Update,
-    Updated,
-)
+from cppbatch.cluster.engines.worker_engine import WorkerEngine
+from cppbatch.cluster.link import LimitThreads
 from cppbatch.cluster.rules import check_times
+from cppbatch.cluster.worker.handle import WorkerHandle
 from cppbatch.config import EngineConfig
 from cppbatch.engine.access import OwnProcess
-from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
-from cppbatch.engine.params import token_ids
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState
+from cppbatch.engine.request import FinishReason, GenerationEvent, ResumeState
 from cppbatch.engine_settings import EngineSettings, engine_config
-from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed
+from cppbatch.errors import CppBatchError
 from cppbatch.unclosed import warn_unclosed
 
 if TYPE_CHECKING:
@@ -63,11 +39,7 @@ class Withdrawn(Exception):
         self.resume = resume
 
 
-_UNLIMITED = 2**31 - 1
-_STATS_TIMEOUT_S = 1.0
-
-
-class EngineProcess(RemoteEngine[InFlightRequest]):
+class EngineProcess(WorkerEngine):
     """An `EngineClient` whose engine is a worker process. Created and used inside a running event loop.
 
     Requests and their tokens so far are kept in this process, so a new worker can continue them. Example:
@@ -75,7 +47,7 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
     that is dropped without `close` is killed, with a `ResourceWarning`.
     """
 
-    _receiver = "the engine process"
+    _other_process = "the engine process"
 
     def __init__(
         self,
@@ -97,21 +69,18 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
         `ConfigError`, also outside an event loop and for times out of range.
         """
         check_times(step_timeout, sleep_idle_seconds)
-        super().__init__(engine_config(model, settings), InFlightRequests(InFlightRequest))
+        super().__init__(engine_config(model, settings))
         self.name = name
         self.draining = False
         """Whether it gets no new requests (`AutoscaledGroup`)."""
-        worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
         self._supervisor = Supervisor(
-            worker_config,
+            self.config,
             weakref.proxy(self),  # or the engine would never be dropped
             step_timeout=step_timeout,
             sleep_idle_seconds=sleep_idle_seconds,
             refit=refit,
             runtime=runtime,
         )
-        self._stats = LatestState[EngineStats](_STATS_TIMEOUT_S)
-        self._live = LatestState[LiveEngine]()
         self._max_threads = 0
         self._process = OwnProcess()
         self._task = asyncio.ensure_future(_supervise(self._supervisor, weakref.ref(self)))
@@ -133,33 +102,6 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    async def ask(self, question: Question | Update) -> Answer:
-        """Sends the question as a request, with crash recovery: preparing a text can crash a worker."""
-        if isinstance(question, Check):
-            request = question.request
-        else:
-            request = GenerationRequest(id="", prompt=question.text if isinstance(question, Tokenize) else "")
-        asked = self._start(request, question)
-        try:
-            end = await asked.outputs.get()
-            if end.finish_reason is FinishReason.CANCELLED:
-                raise EngineClosed("the engine was closed")
-            if end.error:
-                raise GenerationFailed(end.error)
-            assert asked.answer
-            return asked.answer
-        finally:
-            self._release(asked)
-
-    async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
-        """Asks the worker. If it dies at this moment, the text may continue without the tokens."""
-        request = self._by_id.get(request_id)
-        if request is None or not self._in_flight.is_sent(request):
-            return False
-        answer = await self.ask(Update("", request.id, list(token_ids("tokens", tokens))))
-        assert isinstance(answer, Updated)
-        return answer.found
-
     def withdraw(self, request_id: str) -> bool:
         """Withdraws a request, if it has no output yet and is not suspected of a crash. Returns whether it did.
 
@@ -172,22 +114,14 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
         self._fail(request, Withdrawn(request.resume_state()))
         return True
 
-    def _send_cancel(self, request: InFlightRequest) -> bool:
-        worker = self._supervisor.worker
-        if worker is None or not self._in_flight.is_sent(request):
-            return False
-        worker.send(Cancel(request.id))
-        return True
+    @property
+    def _worker(self) -> WorkerHandle | None:
+        return self._supervisor.worker
 
     def _send_requests(self) -> None:
         if self._in_flight:
             self._supervisor.wake()
-        if self._supervisor.worker:
-            super()._send_requests()
-
-    def _send(self, request: InFlightRequest) -> None:
-        assert self._supervisor.worker
-        self._supervisor.worker.send(request.message())
+        super()._send_requests()
 
     def sleep_after(self, seconds: float | None) -> bool:
         """Sets when the supervisor stops the idle worker."""
@@ -210,11 +144,6 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
 
     # --- called by the supervisor -------------------------------------------------------------------------------
 
-    @property
-    def idle_seconds(self) -> float:
-        """Seconds without requests; 0.0 while there are any."""
-        return self._in_flight.idle_seconds
-
     async def before_sleep(self) -> None:
         """Asks for the last report, which `stats` returns while no worker is running."""
         await self._fetch_stats()
@@ -232,7 +161,7 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
 
     def on_worker_ready(self, stats: EngineStats) -> None:
         """Sends the requests waiting for this worker."""
-        self.config = msgspec.structs.replace(self._supervisor.config, max_queue=self.config.max_queue)
+        self.config = self._supervisor.config
         self._info = self._supervisor.info
         self._stats.received(stats)
         self._live.reset()
@@ -240,29 +169,7 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
         self._send_thread_limit()
         self._send_requests()
 
-    def on_worker_message(self, message: FromWorker) -> None:
-        """Passes a message to its request."""
-        if isinstance(message, Events):
-            for event in message.events:
-                self._handle_event(event)
-            self._send_requests()
-        elif isinstance(message, Stats):
-            self._stats.received(message.stats)
-        elif isinstance(message, Live):
-            self._live.received(message.engine)
-        elif isinstance(message, Refused):
-            if request := self._in_flight.get(message.id):
-                self._refuse(request, message)
-        elif isinstance(message, (Checked, Tokenized, SlotDone, Updated)) and (
-            request := self._in_flight.get(message.id)
-        ):
-            request.answer = message
-            self._end(request, FinishReason.STOP)
-
-    def _handle_event(self, event: GenerationEvent) -> None:
-        request = self._in_flight.get(event.request_id)
-        if request is None:  # the reader has left, or the request was sent again under another id
-            return
+    def _handle_event(self, request: InFlightRequest, event: GenerationEvent) -> None:
         if event.is_report:  # no token: a crash would repeat it
             request.put(event)
             return
@@ -292,17 +199,6 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
 
     # --- state, closing -----------------------------------------------------------------------------------------
 
-    async def stats(self) -> EngineStats:
-        """The worker's counters and state, as last reported. Raises `EngineClosed` before the first report."""
-        stats = None if self._closed else await self._fetch_stats()
-        if stats is None:
-            raise EngineClosed(f"the engine does not respond: it is {self.health().status}")
-        return stats
-
-    async def workers(self) -> list[WorkerState]:
-        """The state of this one worker."""
-        return [self._state(await self._fetch_stats())]
-
     def _state(self, stats: EngineStats | None = None) -> WorkerState:
         worker = self._supervisor.worker
         return WorkerState(
@@ -315,22 +211,6 @@ class EngineProcess(RemoteEngine[InFlightRequest]):
             draining=self.draining,
             stats=stats,
         )
-
-    async def _fetch_stats(self) -> EngineStats | None:
-        """Asks the worker. Returns its previous report if it is in a long step or is not running."""
-        self._own_loop.check()
-        if worker := self._supervisor.worker:
-            await self._stats.get(partial(worker.send, GetStats()))
-        return self._stats.last
-
-    async def live(self) -> list[WorkerLive]:
-        """The live state of this worker."""
-        self._own_loop.check()
-        engine = age = None
-        if worker := self._supervisor.worker:
-            engine, age = await self._live.get(partial(worker.send, GetLive()), self.idle_seconds)
-        state = self._state()  # the worker may have ended meanwhile
-        return [state.live(None, None) if state.pid is None else state.live(engine, age)]
 
     async def close(self) -> None:
         """Stops the worker, gracefully if it has no requests; unfinished requests get a last event (cancelled)."""

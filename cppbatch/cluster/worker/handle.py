@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from cppbatch.cluster.link import LAST_WORDS, FromWorker, Hello, SharedStatus, Stop, ToWorker, WorkerSetup
+from cppbatch.cluster.link import LAST_WORDS, FromWorker, Hello, Stop, ToWorker, WorkerSetup
+from cppbatch.cluster.shared_status import SharedStatus
 from cppbatch.cluster.sockets import ServerLink, can_use_files
 from cppbatch.cluster.worker.process import WorkerProcess, worker_process
 from cppbatch.config import EngineConfig

@@ -28,7 +28,8 @@ from cppbatch.engine.grammar.grammar_check import (
 )
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
-from cppbatch.generation_schema import generation_schema, inner_schemas, not_enforced
+from cppbatch.generation_schema import generation_schema
+from cppbatch.generation_schema.keywords import inner_schemas, not_enforced
 from cppbatch.json_schema import GUIDANCE, find, has_finite_instance
 
 if TYPE_CHECKING:

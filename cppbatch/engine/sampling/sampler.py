@@ -80,7 +80,7 @@ class Sampler:
         """Disables backend sampling for sequences that need all their logits, and enables it for
         others."""
         if backend := self._context.backend_sampling:
-            for sequence, n in plan.chunks:
+            for sequence, n in plan.scheduled:
                 if sequence.n_logits(n):
                     is_enough = 0 < sequence.sampling.n_candidates <= backend.n_candidates
                     sees_all = sequence.is_scored or (sequence.constraint and sequence.constraint.is_active)
@@ -362,8 +362,8 @@ class Pooler:
         """The vector or vectors of each of the plan's outputs, from the last decode."""
         if self._each_token:
             vectors = self._context.token_embeddings(n_outputs)
-            ends = itertools.accumulate(n for _, n in plan.chunks)
-            return [_output(vectors[end - n : end]) for (_, n), end in zip(plan.chunks, ends, strict=True)]
+            ends = itertools.accumulate(n for _, n in plan.scheduled)
+            return [_output(vectors[end - n : end]) for (_, n), end in zip(plan.scheduled, ends, strict=True)]
         return [_output(self._context.embedding(sequence.seq_id)) for sequence in plan.outputs()]
 
     def close(self) -> None:

@@ -19,8 +19,9 @@ from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, clie
 from cppbatch.server.answer.llama_result import Timings, timings
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.unknown import IGNORED
-from cppbatch.server.http.api_errors import api_error, json_response, openai_error
+from cppbatch.server.http.api_errors import api_error, json_response
 from cppbatch.server.http.endpoint import Answer, Routes
+from cppbatch.server.http.error_formats import openai_error
 from cppbatch.server.http.event_stream import LINES, PING, STARTED, STREAM_HEADERS, ServerSentEvent
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.models.serving import ResolvedRequest

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from cppbatch.engine.observe.live_state import LiveSequence
 from cppbatch.jobs.batches.records import Batch
-from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api.live_feed import LiveFeed
 from cppbatch.server.auth.keys import viewer_of
 from cppbatch.server.http.connections import connection_of
@@ -20,6 +19,7 @@ from cppbatch.server.http.event_stream import STREAM_HEADERS
 from cppbatch.server.models.served import MODELS
 from cppbatch.server.observe.live import LiveBatch, LiveIntervals, LiveSnapshot, LiveTimes, LiveWorker
 from cppbatch.server.observe.metrics import METRICS
+from cppbatch.server.request_checks import IN_FLIGHT
 from cppbatch.server.storage import STORAGE
 from cppbatch.typed_json import convert
 

@@ -11,12 +11,12 @@ from msgspec import UNSET, UnsetType
 from cppbatch.cluster.engines.client import ScalingState, WorkerState
 from cppbatch.engine.observe.metrics import EngineStats, add_up
 from cppbatch.errors import EngineClosed
-from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.http.api_errors import SwitchedOff, json_response
 from cppbatch.server.http.endpoint import TEXT, Routes, json_content, schema_ref
 from cppbatch.server.models.served import MODELS, ModelCounts
 from cppbatch.server.observe.metrics import CONTENT_TYPE, GPUS, METRICS
 from cppbatch.server.observe.stats import CompletionSums, ServerStats
+from cppbatch.server.request_checks import IN_FLIGHT
 from cppbatch.server.storage import STORAGE
 from cppbatch.statistic import statistics_of
 

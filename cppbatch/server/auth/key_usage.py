@@ -13,7 +13,8 @@ from aiohttp import web
 from cppbatch.server.auth.keys import KEY, Slots, client_of
 from cppbatch.server.auth.rates import RateState, RequestRates
 from cppbatch.server.auth.rules import KeyRules
-from cppbatch.server.http.api_errors import RateLimited, is_anthropic
+from cppbatch.server.http.api_errors import RateLimited
+from cppbatch.server.http.error_formats import is_anthropic
 
 
 class KeyUsage:

@@ -10,7 +10,8 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from cppbatch.server.auth.rules import KeyRules, Keys
-from cppbatch.server.http.api_errors import ApiError, TooManyRequests, error_response
+from cppbatch.server.http.api_errors import TooManyRequests, error_response
+from cppbatch.server.http.error_formats import ApiError
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.web_page import is_page
 

@@ -119,7 +119,7 @@ class SamplingFields(_Numbers, kw_only=True):
         """
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         given |= {ours: getattr(self, alias) for ours, alias in self._given_aliases.items()} | dict.fromkeys(GRAMMARS)
-        if (constraint := self.constraint()) and StructuredFields.schema(self) is None:
+        if (constraint := self.constraint) and not constraint.is_schema:
             given[constraint.kind] = constraint.value
             if not defaults.keys().isdisjoint(GRAMMARS):
                 message = "cannot be combined with another output format or a required tool call"
@@ -143,7 +143,7 @@ class SamplingFields(_Numbers, kw_only=True):
     @property
     def field_names(self) -> dict[str, str]:
         """{a field of `SamplingParams`: the client's name for it}, for errors. Raises `InvalidRequest`."""
-        constraint = self.constraint()
+        constraint = self.constraint
         return self._given_aliases | ({constraint.kind: constraint.field} if constraint else {})
 
     def check_service_tier(self) -> None:

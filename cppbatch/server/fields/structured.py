@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,12 @@ class Constraint(NamedTuple):
     kind: str
     """The equivalent field of `SamplingParams`: one of `GRAMMARS`."""
     value: Any
+
+    @property
+    def is_schema(self) -> bool:
+        """Whether it is a schema of the answer, as `StructuredFields.schema` returns it. The field `json_schema` is
+        read by `SamplingParams`."""
+        return self.kind == "json_schema" and self.field != "json_schema"
 
 
 class NamedSchema(msgspec.Struct):
@@ -117,8 +124,8 @@ _UNSUPPORTED = ("structural_tag", "whitespace_pattern", "disable_additional_prop
 _KINDS = {"json": "json_schema", "regex": "guided_regex", "choice": "guided_choice", "grammar": "grammar"}
 
 
-class StructuredFields(msgspec.Struct, kw_only=True):
-    """At most one of these fields may be given."""
+class StructuredFields(msgspec.Struct, kw_only=True, dict=True):
+    """At most one of these fields may be given. A copy with other values (`replace`) computes `constraint` again."""
 
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | bool | None = None
@@ -138,6 +145,7 @@ class StructuredFields(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
     """SGLang's name for `grammar`."""
 
+    @cached_property
     def constraint(self) -> Constraint | None:
         """The constraint on the text; None: free text. Raises `InvalidRequest` if several are given."""
         wanted = self.response_format.constraint() if self.response_format else None
@@ -156,15 +164,12 @@ class StructuredFields(msgspec.Struct, kw_only=True):
     def constraint_field(self, default: str) -> str:
         """The client's name for the field that constrains the text; `default` for free text. Raises
         `InvalidRequest`."""
-        constraint = self.constraint()
-        return constraint.field if constraint else default
+        return self.constraint.field if self.constraint else default
 
     def schema(self) -> Schema | None:
         """The JSON schema of the answer; None: another constraint or free text. Raises `InvalidRequest`."""
-        wanted = self.constraint()
-        if wanted is None or wanted.kind != "json_schema" or wanted.field == "json_schema":
-            return None
-        return self.compact(decode_schema(wanted.field, wanted.value))
+        wanted = self.constraint
+        return self.compact(decode_schema(wanted.field, wanted.value)) if wanted and wanted.is_schema else None
 
     @property
     def is_compact(self) -> bool:
@@ -196,8 +201,8 @@ CONSTRAINTS = frozenset({*_ALONE, "structured_outputs", "response_format"})
 def one_schema(field: str, schema: Schema | None, body: StructuredFields) -> Schema | None:
     """The schema from an API's own field, or from `body`. Raises `InvalidRequest` if both are given."""
     other = StructuredFields.schema(body)
-    if schema is not None and (constraint := body.constraint()):
-        raise InvalidRequest(constraint.field, f"cannot be combined with {field}: give only one constraint")
+    if schema is not None and body.constraint:
+        raise InvalidRequest(body.constraint.field, f"cannot be combined with {field}: give only one constraint")
     return other if schema is None else body.compact(schema)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 from aiohttp import web
 
-from cppbatch.server.http.api_errors import ErrorResponse
+from cppbatch.server.http.error_formats import ErrorResponse
 
 Json = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -265,7 +265,7 @@ class Serving:
             schema = body.schema()
             required = {} if schema is None else {"json_schema": schema}
         defaults = self.default_params(max_tokens)
-        if body.constraint() or not required.keys().isdisjoint(GRAMMARS):  # in place of --grammar and --json-schema
+        if body.constraint or not required.keys().isdisjoint(GRAMMARS):  # in place of --grammar and --json-schema
             defaults = {name: value for name, value in defaults.items() if name not in GRAMMARS}
         params = body.params(**defaults | required)
         limit = self.limits.default_tokens(UNLIMITED)

@@ -45,8 +45,9 @@ from cppbatch.server.api.anthropic.types import (
     ToolUseBlock,
 )
 from cppbatch.server.fields.parse import read_json
-from cppbatch.server.http.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
+from cppbatch.server.http.api_errors import api_error, json_response
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.error_formats import AnthropicErrorResponse, anthropic_error
 from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import lease_model
 from cppbatch.server.models.serving import ResolvedRequest, Serving

@@ -31,7 +31,8 @@ from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.sampling import SamplingFields, merge_fields
 from cppbatch.server.fields.unknown import refuse_unknown, with_unknown
-from cppbatch.server.http.api_errors import api_error, error_body, json_response
+from cppbatch.server.http.api_errors import api_error, json_response
+from cppbatch.server.http.error_formats import error_body
 from cppbatch.server.models.served import MODELS, ModelLease, ServedModels
 from cppbatch.server.models.serving import new_id
 from cppbatch.server.observe.metrics import METRICS

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator
 from time import perf_counter
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
-from cppbatch.errors import InvalidRequest, NotFound, client_name
+from cppbatch.engine.request import FinishReason, GenerationEvent
+from cppbatch.errors import InvalidRequest, client_name
 from cppbatch.server.answer.response import ResponseBuilder, respond
 from cppbatch.server.api.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.api.generate.generate_endpoint import (
@@ -21,22 +20,21 @@ from cppbatch.server.api.generate.generate_endpoint import (
     GenerateRequest,
     chat_tools,
     check_fields,
-    engine_request,
     has_content,
+    resolve,
     text_result,
 )
+from cppbatch.server.api.generate.running_batches import RUNNING_BATCHES, Cancel, RunningBatch
 from cppbatch.server.auth.keys import viewer_of
 from cppbatch.server.fields.parse import read_json
-from cppbatch.server.http.api_errors import ErrorDetail, api_error, json_response, openai_error
+from cppbatch.server.http.api_errors import api_error
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.error_formats import ErrorDetail, openai_error
 from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.models.serving import ChatTools, ResolvedRequest, Serving, new_id
 from cppbatch.server.run_requests import Event, run_requests
-
-# --- generate batch --------------------------------------------------------------------------------------------------
-
 
 routes = Routes()
 
@@ -114,26 +112,25 @@ def prepare_batch(items: ReadItems, lease: ModelLease, chat: ChatTools | None, *
 
     `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
     name, serving = new_id("batch-"), lease.serving
-    requests: dict[int, GenerationRequest] = {}
+    resolved: dict[int, ResolvedRequest] = {}
     errors: dict[int, InvalidRequest] = {}
     for i, (_, fields) in enumerate(items):
         try:
             if isinstance(fields, InvalidRequest):
                 raise fields
-            request = engine_request(fields, serving, f"{name}-{i}", chat)
+            found = resolve(fields, serving, f"{name}-{i}", chat)
             if lease.rules:
                 serving.check_key(lease.rules, fields.model)
-            (requests[i],) = lease.apply_key_rules([request])
+            resolved[i] = found._replace(requests=lease.apply_key_rules(found.requests))
         except InvalidRequest as error:
             errors[i] = error
-    refuse_large([request.prompt for request in requests.values()], 1, serving.limits)
-    builder = GenerateBatchBuilder([item for item, _ in items], requests, serving.client.cancel, stream=stream)
+    refuse_large([request.prompt for found in resolved.values() for request in found.requests], 1, serving.limits)
+    builder = GenerateBatchBuilder([item for item, _ in items], resolved, serving.client.cancel, stream=stream)
     for i, why in errors.items():
         builder.set_error(i, why)
     return builder
 
 
-Cancel = Callable[[str], Awaitable[None]]
 Totals = TypeVar("Totals", bound=BatchTotals)
 
 
@@ -143,12 +140,13 @@ class GenerateBatchBuilder(ResponseBuilder):
     stream_tail = (DONE,)
 
     def __init__(
-        self, items: list[BatchItem], requests: dict[int, GenerationRequest], cancel: Cancel, *, stream: bool
+        self, items: list[BatchItem], resolved: dict[int, ResolvedRequest], cancel: Cancel, *, stream: bool
     ) -> None:
-        """`requests`: for each valid item, by its index. `cancel`: ends an engine request by its id."""
-        super().__init__(ResolvedRequest("", [*requests.values()], {}), stream=stream)
-        self._items, self._request_items = items, [*requests]
-        self.batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), cancel)
+        """`resolved`: each valid item, with one request, by its index. `cancel`: ends an engine request by its id."""
+        requests = [request for item in resolved.values() for request in item.requests]
+        super().__init__(ResolvedRequest("", requests, {}), stream=stream)
+        self._items, self._request_items, self._resolved = items, [*resolved], resolved
+        self.batch = RunningBatch({i: item.requests[0].id for i, item in resolved.items()}, len(items), cancel)
         self._began = perf_counter()
         self._errors: dict[int, ErrorDetail] = {}  # by item
 
@@ -166,7 +164,8 @@ class GenerateBatchBuilder(ResponseBuilder):
     def set_error(self, item: int, error: Exception) -> None:
         """Sets the error as the result of an item."""
         if isinstance(error, InvalidRequest):
-            field = client_name(error.field, self.field_names)
+            own = self._resolved[item].field_names if item in self._resolved else {}
+            field = client_name(error.field, self.field_names | own)
             error = error.with_field(self._items[item].field_name(field))
         self._errors[item] = openai_error(api_error(error)).error
 
@@ -223,89 +222,3 @@ class GenerateBatchBuilder(ResponseBuilder):
             tokens_per_second=tokens.completion / seconds,
             **fields,
         )
-
-
-# --- cancel item -----------------------------------------------------------------------------------------------------
-# `POST /generate/batch/cancel`: cancels one item of a running batch.
-
-
-class RunningBatch:
-    """The ids of a running batch's engine requests, by item. Invalid items have none."""
-
-    def __init__(self, ids: dict[int, str], n_items: int, cancel: Cancel) -> None:
-        """`cancel`: ends an engine request by its id."""
-        self.n_items = n_items
-        self.cancelled: set[str] = set()
-        """The ids of engine requests cancelled by the client."""
-        self._ids, self._cancel = ids, cancel
-
-    def has_cancelled(self, index: int) -> bool:
-        """Whether the client has cancelled the item."""
-        return self._ids.get(index) in self.cancelled
-
-    async def cancel(self, index: int) -> None:
-        """Ends an item within a step, or prevents its start. Finished items are unaffected."""
-        if request_id := self._ids.get(index):
-            self.cancelled.add(request_id)
-            await self._cancel(request_id)
-
-
-class RunningBatches:
-    """The running batches with a `request_id`. Each API key only sees its own."""
-
-    def __init__(self) -> None:
-        self._batches: dict[tuple[str | None, str], RunningBatch] = {}
-
-    @contextlib.contextmanager
-    def one(self, owner: str | None, request_id: str | None, batch: RunningBatch) -> Iterator[None]:
-        """Registers the batch for the duration of the context, if it has an id. Raises `InvalidRequest` if the id is in
-        use."""
-        if request_id is None:
-            yield
-            return
-        key = owner, request_id
-        if key in self._batches:
-            raise InvalidRequest(
-                "request_id", f"{request_id!r:.140} is already the id of a running batch; choose another"
-            )
-        self._batches[key] = batch
-        try:
-            yield
-        finally:
-            del self._batches[key]
-
-    def get(self, owner: str | None, request_id: str) -> RunningBatch:
-        """The running batch with this id. Raises `NotFound`."""
-        if batch := self._batches.get((owner, request_id)):
-            return batch
-        raise NotFound("request_id", f"{request_id!r:.140} is not the id of a running batch")
-
-
-RUNNING_BATCHES = web.AppKey("running_batches", RunningBatches)
-
-
-class CancelItemRequest(msgspec.Struct):
-    """The body of `POST /generate/batch/cancel`."""
-
-    request_id: str
-    """The `request_id` of the batch."""
-    index: Annotated[int, msgspec.Meta(ge=0)]
-    """The index of the item."""
-
-
-class CancelItemResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /generate/batch/cancel`."""
-
-    request_id: str
-    index: int
-
-
-@routes.post("/generate/batch/cancel", CancelItemResponse, CancelItemRequest)
-async def cancel_item(request: web.Request) -> web.Response:
-    """Cancel one item of a running batch; the others continue."""
-    body = await read_json(request, CancelItemRequest)
-    batch = request.app[RUNNING_BATCHES].get(viewer_of(request), body.request_id)
-    if body.index >= batch.n_items:
-        raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, numbered from 0")
-    await batch.cancel(body.index)
-    return json_response(CancelItemResponse(request_id=body.request_id, index=body.index))

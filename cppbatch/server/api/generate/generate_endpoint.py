@@ -14,7 +14,7 @@ from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.messages import ChatMessage, check_variables, conversation_of
 from cppbatch.chat.reasoning import check_budget
 from cppbatch.chat.tools import ToolChoice
-from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.logprobs import LogprobEntry, logprob_entries
 from cppbatch.server.answer.response import ResponseBuilder, generation
@@ -120,9 +120,8 @@ async def prepare_generate(body: GenerateRequest, serving: Serving) -> GenerateB
     Raises `InvalidRequest`.
     """
     chat, name = await chat_tools(serving, [body]), new_id("gen-")
-    request = await serving.client.render(chat and chat.format, lambda: engine_request(body, serving, name, chat))
-    names = {"prompt": "messages"} if body.messages is not None else {}
-    return GenerateBuilder(ResolvedRequest(name, [request], names), stream=body.stream)
+    resolved = await serving.client.render(chat and chat.format, lambda: resolve(body, serving, name, chat))
+    return GenerateBuilder(resolved, stream=body.stream)
 
 
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
@@ -149,21 +148,20 @@ def generate_turn(body: GenerateFields) -> ChatTurn:
         variables=check_variables(body.chat_template_kwargs or {}),
         thinking_tokens=check_budget(thinking_budget=body.thinking_budget),
         parse_special=body.parse_special,
+        field_names={"response_format": body.constraint_field("response_format")},
     )
 
 
-def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatTools | None) -> GenerationRequest:
+def resolve(body: GenerateRequest, serving: Serving, name: str, chat: ChatTools | None) -> ResolvedRequest:
     """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "is required, unless messages is given; they cannot be combined")
     check_fields(body, serving)
     if body.prompt is not None:
-        (request,) = serving.engine_requests(body, name, [body.prompt])
-    else:
-        assert chat
-        serving.check_size(body)
-        (request,) = serving.resolve_with(chat, generate_turn(body), body, name).requests
-    return request
+        return ResolvedRequest(name, serving.engine_requests(body, name, [body.prompt]), body.field_names)
+    assert chat
+    serving.check_size(body)
+    return serving.resolve_with(chat, generate_turn(body), body, name)
 
 
 def check_fields(body: GenerateFields, serving: Serving) -> None:

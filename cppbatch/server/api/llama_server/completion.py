@@ -121,10 +121,13 @@ async def prepare_llama_completion(
 ) -> LlamaCompletionBuilder:
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
     serving.check_model(body.model)
-    field_names = body.field_names | ({} if body.n_cmpl is None else {"n": "n_cmpl"})
+    choices = {} if body.n_cmpl is None else {"n": "n_cmpl"}
+    field_names = body.field_names | choices
     with client_names(field_names):
         body = await to_sampling_fields(body, serving)
+    with client_names(choices):  # the check names each field for the maximum of tokens itself
         serving.limits.check(body)
+    with client_names(field_names):
         for_engine = [prompt.for_engine() for prompt in prompts]
         texts = [detokenize(prompt.tokens) for prompt in prompts if serving.settings.prompts_dir]
         requests = serving.engine_requests(body, name := new_id("llama-"), for_engine, texts=texts)

@@ -1,40 +1,28 @@
-"""`/props`, `/slots`, `/lora-adapters`, `/models/load` and `/models/unload`."""
+"""`/props`, `/slots` and `/lora-adapters`."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-from pathlib import Path
-from time import monotonic, perf_counter
 from typing import Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
 
 from cppbatch import __version__
 from cppbatch.chat.capabilities import TemplateCaps
 from cppbatch.chat.chat_format import ChatForms
 from cppbatch.chat.template import CHATML
-from cppbatch.engine.disk.slots import SlotActionName
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.errors import InvalidRequest
-from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.answer.llama_result import GenerationSettings, generation_settings
 from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
-from cppbatch.server.api.openai.models_endpoint import ModelStatus, model_status
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.fields.parse import parse, read_json
 from cppbatch.server.fields.sampling import LoraScale, scales_by_number
 from cppbatch.server.http.api_errors import SwitchedOff, json_response
-from cppbatch.server.http.connections import connection_of
 from cppbatch.server.http.endpoint import QUERY_ERRORS, Routes
-from cppbatch.server.http.event_stream import STREAM_HEADERS
 from cppbatch.server.models.served import MODELS, lease_model
 from cppbatch.server.models.serving import Serving
-from cppbatch.typed_json import convert
 
 routes = Routes()
 
@@ -256,198 +244,3 @@ async def set_lora_adapters(request: web.Request) -> web.Response:
         adapter_set(lora, serving.info.adapters)  # checks that the adapters exist
         serving.lora = lora
         return json_response(Success())
-
-
-# --- slots -----------------------------------------------------------------------------------------------------------
-# `POST /slots/{id}?action=save|restore|erase`.
-
-
-_FILE_NAME = re.compile(r"(?!\.)[^/\\:\x00-\x1f\x7f]{1,64}")
-"""A file name that stays within the folder on any system, and is not that of a temporary file."""
-
-
-class SlotQuery(msgspec.Struct, kw_only=True):
-    """The query string."""
-
-    action: SlotActionName
-    model: str | None = None
-    """Selects one of several models."""
-
-
-class SlotFileRequest(msgspec.Struct, kw_only=True):
-    """The body for save and restore."""
-
-    filename: str
-    """A name without a folder: 1 to 64 characters, no / \\ or :, not starting with a dot."""
-
-
-class SaveTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Timings of saving."""
-
-    save_ms: float
-
-
-class RestoreTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Timings of restoring."""
-
-    restore_ms: float
-
-
-class SlotSaved(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to save."""
-
-    id_slot: int
-    filename: str
-    n_saved: int
-    """Tokens."""
-    n_written: int
-    """Bytes."""
-    timings: SaveTimings
-
-
-class SlotRestored(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to restore."""
-
-    id_slot: int
-    filename: str
-    n_restored: int
-    """Tokens."""
-    n_read: int
-    """Bytes."""
-    timings: RestoreTimings
-
-
-class SlotErased(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to erase."""
-
-    id_slot: int
-    n_erased: int
-    """Tokens."""
-
-
-@routes.post(
-    "/slots/{id}",
-    (SlotSaved, SlotRestored, SlotErased),
-    SlotFileRequest,
-    (400, 401, 413, 429, 500, 501, 503),
-    query=SlotQuery,
-)
-async def slot_action(request: web.Request) -> web.Response:
-    """Save the cached prefix of a slot to a file, restore it, or erase it; 501 without --slot-save-path.
-
-    Raises `SwitchedOff` and `InvalidRequest`.
-    """
-    folder = request.app[MODELS].settings.slot_save_path
-    if folder is None:
-        raise SwitchedOff("saving, restoring and erasing slots is disabled: start the server with --slot-save-path DIR")
-    action = convert(dict(request.query), SlotQuery, from_text=True).action
-    with await lease_model(request) as lease:
-        return await _act(request, lease.serving, folder, action)
-
-
-async def _act(request: web.Request, serving: Serving, folder: Path, action: SlotActionName) -> web.Response:
-    slot = await _slot(request, serving)
-    if action == "erase":
-        report = await serving.client.slot_action(action, slot)
-        return json_response(SlotErased(id_slot=slot, n_erased=report.n_tokens))
-    name = parse(await request.read(), SlotFileRequest).filename
-    if not _FILE_NAME.fullmatch(name):
-        message = (
-            f"is {name!r:.80}; it must be 1 to 64 characters, must not contain / \\ : and must not start with a dot"
-        )
-        raise InvalidRequest("filename", message)
-    began = perf_counter()
-    report = await serving.client.slot_action(action, slot, str(folder / name))
-    ms, n, n_bytes = (perf_counter() - began) * 1000, report.n_tokens, report.n_bytes
-    if action == "save":
-        timings = SaveTimings(save_ms=ms)
-        return json_response(SlotSaved(id_slot=slot, filename=name, n_saved=n, n_written=n_bytes, timings=timings))
-    restored = RestoreTimings(restore_ms=ms)
-    return json_response(SlotRestored(id_slot=slot, filename=name, n_restored=n, n_read=n_bytes, timings=restored))
-
-
-async def _slot(request: web.Request, serving: Serving) -> int:
-    given, client = request.match_info["id"], serving.client
-    n_slots = client.config.n_parallel * len(await client.workers())
-    if not re.fullmatch("[0-9]{1,9}", given) or int(given) >= n_slots:
-        raise InvalidRequest("id_slot", f"is {given!r:.40}; it must be from 0 to {n_slots - 1}")
-    return int(given)
-
-
-# --- loading and unloading -------------------------------------------------------------------------------------------
-# `POST /models/load` and `POST /models/unload`, as in llama-server's router.
-
-
-_ERRORS = (400, 401, 403, 404, 413, 429, 503)
-
-
-class ModelRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /models/load` and `POST /models/unload`."""
-
-    model: str
-    """Any of the model's names."""
-
-
-@routes.post("/models/load", Success, ModelRequest, _ERRORS)
-async def load_model(request: web.Request) -> web.Response:
-    """Start loading a model; GET /models shows its state."""
-    body = await read_json(request, ModelRequest)
-    await request.app[MODELS].load(body.model, request.get(KEY))
-    return json_response(Success())
-
-
-@routes.post("/models/unload", Success, ModelRequest, (*_ERRORS, 409))
-async def unload_model(request: web.Request) -> web.Response:
-    """Unload a model after its last request, or stop loading it; 409 for the only model.
-
-    Responds immediately. Requests that wait for a load that stops get a 503.
-    """
-    body = await read_json(request, ModelRequest)
-    await request.app[MODELS].unload(body.model, request.get(KEY))
-    return json_response(Success())
-
-
-# --- model events ----------------------------------------------------------------------------------------------------
-# `GET /models/sse`, as in llama-server's router.
-
-
-class ModelEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a model has changed."""
-
-    model: str
-    event: Literal["model_status", "model_remove"]
-    data: ModelStatus | UnsetType = UNSET
-
-
-@routes.get(
-    "/models/sse",
-    {"text/event-stream": {"type": "object", "description": "A server-sent event. Its data is a ModelEvent in JSON"}},
-    (401, 503),
-    types=(ModelEvent,),
-    options={"allow_head": False},
-)
-async def model_events(request: web.Request) -> web.StreamResponse:
-    """Changes of the models' states, until the server or the client ends the connection."""
-    models, rules = request.app[MODELS], request.get(KEY)
-    if connection := connection_of(request):
-        connection.give_way()
-    response = web.StreamResponse(headers=STREAM_HEADERS)
-    await response.prepare(request)
-    known, silent_since = {entry.name: model_status(entry) for entry in await models.entries(rules)}, monotonic()
-    while not request.app[IN_FLIGHT].draining:
-        await asyncio.sleep(1.0)
-        now = {entry.name: model_status(entry) for entry in await models.entries(rules)}
-        events = [ModelEvent(model=name, event="model_remove") for name in known if name not in now]
-        events += [
-            ModelEvent(model=name, event="model_status", data=status)
-            for name, status in now.items()
-            if known.get(name) != status
-        ]
-        lines = [b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events]
-        if not lines and monotonic() - silent_since > 15.0:
-            lines = [b": nothing has changed\n\n"]
-        if lines:
-            await response.write(b"".join(lines))
-            silent_since = monotonic()
-        known = now
-    return response

@@ -18,8 +18,9 @@ from cppbatch.server.answer.response import Json, ResponseBuilder
 from cppbatch.server.api.ollama.fields import keep_alive_of, name_of
 from cppbatch.server.api.ollama.types import DoneFields, DoneReason, GenerationFields, ModelFields
 from cppbatch.server.auth.keys import KEY
-from cppbatch.server.http.api_errors import OllamaErrorResponse, api_error, ollama_error
+from cppbatch.server.http.api_errors import api_error
 from cppbatch.server.http.endpoint import GENERATION_ERRORS
+from cppbatch.server.http.error_formats import OllamaErrorResponse, ollama_error
 from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import MODELS, ModelLease, lease_model
 from cppbatch.server.models.serving import ResolvedRequest

@@ -28,8 +28,9 @@ from cppbatch.server.api.ollama.types import Json
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.sampling import SamplingFields
-from cppbatch.server.http.api_errors import ModelNotFound, api_error, json_response, ollama_error
+from cppbatch.server.http.api_errors import ModelNotFound, api_error, json_response
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.error_formats import ollama_error
 from cppbatch.server.http.event_stream import LINES, STREAM_HEADERS, ServerSentEvent
 from cppbatch.server.models.created import CreatedModel
 from cppbatch.server.models.served import MODELS, ServedModels

@@ -12,8 +12,9 @@ from aiohttp.typedefs import Handler
 from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.server.auth.key_usage import KEY_USAGE
 from cppbatch.server.auth.keys import KEY
-from cppbatch.server.http.api_errors import ApiError, error_response
+from cppbatch.server.http.api_errors import error_response
 from cppbatch.server.http.connections import connection_of, reading
+from cppbatch.server.http.error_formats import ApiError
 from cppbatch.server.models.served import MODELS
 from cppbatch.server.web_page import is_page
 
@@ -83,7 +84,7 @@ def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
 
 
 @web.middleware
-async def admission_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def limits_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Reads the body. Refuses bodies that are too large, requests for a model that their key does not allow, and
     requests beyond the limits on concurrency and on the key's rate.
 

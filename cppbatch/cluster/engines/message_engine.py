@@ -1,4 +1,4 @@
-"""Engines in other processes: unfinished requests, with their tokens so far, are kept in this process."""
+"""Engines that get messages: unfinished requests, with their tokens so far, are kept by the client of the engine."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ log = logging.getLogger("cppbatch.cluster")
 _MAX_FINISH_TIMES = 64
 
 
-class RemoteEngine(EngineClient, Generic[Request]):
-    """An `EngineClient` whose engine runs in other processes. Created and used inside a running event loop.
+class MessageEngine(EngineClient, Generic[Request]):
+    """An `EngineClient` that sends its engine messages: to another thread or to other processes. Created and used
+    inside a running event loop.
 
     A subclass sends requests (`_send`), cancels (`_send_cancel`) and questions (`ask`). It passes on what arrives with
     `_put`, `_refuse`, `_fail` or `_end`.
     """
 
-    _receiver: ClassVar[str]
-    """Where the requests are sent, for error messages."""
+    _other_process: ClassVar[str | None] = None
+    """The process to which requests are sent, for error messages; None: they stay in this one."""
 
     def __init__(self, config: EngineConfig, in_flight: InFlightRequests[Request]) -> None:
         """Raises `ConfigError` outside an event loop."""
@@ -144,12 +145,13 @@ class RemoteEngine(EngineClient, Generic[Request]):
             self._release(submitted)
 
     def _check_usable(self, request: GenerationRequest | None) -> None:
-        """Raises `EngineClosed` if no requests are accepted, and `InvalidRequest` for a request with a function."""
+        """Raises `EngineClosed` if no requests are accepted, and `InvalidRequest` for a function that another process
+        would have to call."""
         if not (health := self.health()).takes_requests:
             raise EngineClosed(health.refusal)
         self._own_loop.check()
-        if request and request.params.logits_processor is not None:
-            message = f"is a Python function, which cannot be sent to {self._receiver}; use LocalEngine"
+        if self._other_process and request and request.params.logits_processor is not None:
+            message = f"is a Python function, which cannot be sent to {self._other_process}; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
 
     def _start(
