@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -114,43 +113,6 @@ def test_settings_of_the_server_are_compared_under_one_load(tiny_llama: Path) ->
     assert number(figures["plain"]["KV cells"]) == 0
     assert number(figures["cached"]["KV cells"]) > 500
     assert number(figures["cached"]["times the tokens/s"]) > 0
-
-
-def test_the_gain_of_drafts_is_simulated_on_texts_of_the_model(default_model: Path) -> None:
-    printed = script("simulate_drafts.py", default_model, "-B", "1", "--workloads", "job", "--requests", 1)
-    assert "job: " in printed
-    speedup, drafted, accepted = map(float, re.findall(r"[\d.]+(?=x|%)", printed.partition("B = 1: ")[2]))
-    assert speedup > 1
-    assert drafted > 0
-    assert 0 < accepted <= 100
-
-
-def test_the_gain_of_a_draft_head_is_simulated_at_a_known_acceptance() -> None:
-    printed = script(
-        "simulate_drafts.py", "--head", "-B", "1,4", "--acceptance", "0,80,100", "--requests", 4, "--runs", 4
-    )
-    gains = [float(gain) for gain in re.findall(r": ([\d.]+) \(", printed)]
-    assert len(gains) == 6
-    assert all(gain >= 0.96 for gain in gains), (
-        "tries are expected to cost 1%, and the first ones the time of four steps"
-    )
-    assert gains[2] > 1.05
-    assert gains[4] > 1.6
-    assert gains[5] > 1.15
-    printed = script(
-        "simulate_drafts.py", "--head", "--gpu", "-B", "4,16", "--acceptance", "80,100", "--requests", 4, "--runs", 4
-    )
-    gains = [float(gain) for gain in re.findall(r": ([\d.]+) \(", printed)]
-    assert min(gains) > 1.02
-    assert min(gains[2:]) > 1.5
-
-
-def test_drafts_that_are_all_right_show_what_rows_cost(tmp_path: Path) -> None:
-    model = tmp_path / "small.gguf"  # with the vocabulary and the chat template of the default model
-    script("synthetic_model.py", model, "--layers", 2, "--embd", 64, "--heads", 1, "--kv-heads", 1, "--ff", 64)
-    few = ("--workloads", "quote", "--repeats", 1, "--new-tokens", 8)
-    printed = script("bench_perfect_drafts.py", "-m", model, "-B", "1", *few)
-    assert re.fullmatch(r"quote, B = 1: [\d.]+ \([\d.]+ to [\d.]+\)\n", printed)
 
 
 def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
