@@ -13,18 +13,6 @@ from tests.support.scripts import ROOT, columns, number, rows, script
 pytestmark = pytest.mark.nightly
 
 
-def test_the_batch_endpoint_is_measured_beside_single_requests_in_one_run(tiny_llama: Path) -> None:
-    few = ["--prompts", "1,3", "--tokens", 4, "--repeats", 1, "--", "-m", tiny_llama, "-np", 4]
-    printed = script("bench_batch_endpoint.py", *few)
-    figures = rows(printed)
-    assert list(figures)[2:] == ["1", "3"]
-    for n in ("1", "3"):
-        one_by_one, at_once, batch, gain = map(number, figures[n])
-        assert min(one_by_one, at_once, batch) > 0
-        assert gain == pytest.approx(batch / one_by_one, rel=0.1)
-    assert "of 64 prompts this one failed: 13 (" in printed
-
-
 @pytest.fixture(scope="module")
 def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama_server(tmp_path_factory.mktemp("peers") / "llama-server")
@@ -101,12 +89,6 @@ def test_a_draft_head_is_compared_step_by_step_on_the_text_that_it_knows(tmp_pat
     assert number(figures["mtp"][0]) > 0
 
 
-def test_snapshots_of_the_engine_are_timed(tiny_llama: Path) -> None:
-    n_segments, *microseconds = map(float, rows(script("bench_live.py", "-m", tiny_llama, "-n", "4"))["4"])
-    assert n_segments >= 4
-    assert all(figure > 0 for figure in microseconds)
-
-
 def test_settings_of_the_server_are_compared_under_one_load(tiny_llama: Path) -> None:
     few = ["--load", "shared-prefix", "--requests", 4, "--turns", 1, "--serve=-np 2 -c 4096 -t 1 --spec off"]
     figures = columns(script("bench_servers.py", "-m", tiny_llama, "plain@2=--no-prefix-cache", "cached@2=", *few))
@@ -128,8 +110,8 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
     assert "1 different texts" in printed
 
 
-def test_streams_are_measured_alone_and_beside_images_texts_and_attacks(default_model: Path) -> None:
-    names = ["images", "texts", "chunk_extensions"]
+def test_streams_are_measured_alone_and_beside_images_and_texts(default_model: Path) -> None:
+    names = ["images", "texts"]
     few = ["--turns", 1, "--seconds", 3, "--streams", 2, "--tokens", 16]
     figures = columns(script("bench_beside.py", ",".join(names), "-m", default_model, *few))
     assert list(figures) == ["alone", *names]
@@ -138,7 +120,6 @@ def test_streams_are_measured_alone_and_beside_images_texts_and_attacks(default_
         assert 0 < p50 <= p95 <= longest
         assert each["in flight"] == each["failed"] == "0"
     assert number(figures["images"]["arrived"]) >= 1
-    assert number(figures["chunk_extensions"]["/health p99, ms"]) > 0
 
 
 def test_a_backlog_is_measured_beside_interactive_requests(tiny_llama: Path) -> None:
