@@ -3,13 +3,12 @@
 
     .venv/bin/python scripts/bench_beside.py long-prompt [-m model.gguf] [--turns 3] [--seconds 8]
     .venv/bin/python scripts/bench_beside.py images,texts [--serve="--prefer latency"]
-    .venv/bin/python scripts/bench_beside.py readers,idle-page,live-page --streams 16 [--pages 5]
+    .venv/bin/python scripts/bench_beside.py readers --streams 16 [--pages 5]
 
 long-prompt: a prompt of 4,000 tokens, again and again. images, texts: requests with an image, or with a text of the
 same number of tokens, one after another; the projector has random weights and the size of SigLIP base at 224 pixels.
-readers: connections to GET /live. idle-page, live-page: browsers with the Chat and the Live tab, at the lowest
-priority, because they use the cores of the engine. Streams that run at the end of the time run to their end. The last
-columns have the server's state afterwards, without requests: it must not depend on what was beside.
+readers: connections to GET /live. Streams that run at the end of the time run to their end. The last columns have the
+server's state afterwards, without requests: it must not depend on what was beside.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from cppbatch.models.inspect import inspect_model
 from cppbatch.models.pull import choose_model
 
 LONG, N_TEXT, N_IMAGE = 4000, 20, 196  # tokens of a long prompt, of the text after an image, of the image
-SETTLE_S, NICE = 20.0, 19
-BESIDE = ["long-prompt", "images", "texts", "readers", "idle-page", "live-page"]
+SETTLE_S = 20.0
+BESIDE = ["long-prompt", "images", "texts", "readers"]
 COLUMNS = [
     Column("tokens_per_second", "tokens/s"), Column("gap_p50", "inter-token p50, ms", 0), Column("gap_p95", "p95", 0),
     Column("gap_longest", "longest", 0), Column("arrived", "arrived", 0), Column("ttft", "their TTFT, ms", 0),
-    Column("failed", "failed", 0), Column("server_cpu", "server CPU", 2), Column("browser_cpu", "browsers CPU", 2),
-    Column("in_flight", "in flight", 0), Column("cells", "cells", 0), Column("seq_ids", "seq_ids", 0),
-    Column("restarts", "restarts", 0), Column("mib", "MiB", 0), Column("files", "files", 0),
+    Column("failed", "failed", 0), Column("server_cpu", "server CPU", 2), Column("in_flight", "in flight", 0),
+    Column("cells", "cells", 0), Column("seq_ids", "seq_ids", 0), Column("restarts", "restarts", 0),
+    Column("mib", "MiB", 0), Column("files", "files", 0),
 ]  # fmt: skip
 NUMBERS = itertools.count(1000)  # each prompt has its own
 
@@ -108,40 +107,10 @@ async def read_live(url: str) -> None:
             pass
 
 
-@contextlib.asynccontextmanager
-async def browsers(url: str, n: int) -> AsyncIterator[None]:
-    """Shows a page in browsers of a low priority, each with its own processes."""
-    from playwright.async_api import async_playwright
-
-    from tests.browser.chromium import find_chromium
-
-    with tempfile.TemporaryDirectory() as folder:
-        program = nice_program(Path(folder, "chromium"), find_chromium())
-        async with async_playwright() as playwright:
-            for _ in range(n):
-                browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-                page = await browser.new_page(viewport={"width": 1280, "height": 800})
-                await page.goto(url)
-                await page.locator("main > section:visible *").first.wait_for(state="attached")
-            yield
-
-
-def nice_program(path: Path, program: object) -> Path:
-    """Writes a script that starts a program with the lowest priority. Linux schedules sessions before processes where
-    autogroups are on, so the session gets the priority too."""
-    path.write_text(
-        f'#!/bin/sh\n{{ echo {NICE} > /proc/self/autogroup; }} 2>/dev/null\nexec nice -n {NICE} "{program}" "$@"\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
 def beside(
     name: str, url: str, n_pages: int, arrived: list[RequestOutcome]
 ) -> contextlib.AbstractAsyncContextManager[None]:
     """Returns what runs beside the streams during the block. `arrived`: gets the requests that it sends."""
-    if name.endswith("-page"):
-        return browsers(f"{url}/#{'chat' if name == 'idle-page' else 'live'}", n_pages)
     works: dict[str, Callable[[], list[Awaitable[None]]]] = {
         "alone": list,
         "long-prompt": lambda: [arrive(url, text_request(LONG), arrived, "completions")],
@@ -160,7 +129,7 @@ async def measure(server: RunningServer, name: str, args: argparse.Namespace) ->
     outcomes, arrived = list[RequestOutcome](), list[RequestOutcome]()
     async with load_client(server.url) as client, beside(name, server.url, args.pages, arrived):
         began, end = perf_counter(), perf_counter() + args.seconds
-        cpu = cpu_seconds(server.process.pid), cpu_seconds(os.getpid(), "chrom")
+        cpu = cpu_seconds(server.process.pid)
 
         async def stream(i: int) -> None:
             while perf_counter() < end:
@@ -169,7 +138,7 @@ async def measure(server: RunningServer, name: str, args: argparse.Namespace) ->
 
         await asyncio.gather(*(stream(i) for i in range(args.streams)))
         seconds = perf_counter() - began
-        used = cpu_seconds(server.process.pid) - cpu[0], cpu_seconds(os.getpid(), "chrom") - cpu[1]
+        used = cpu_seconds(server.process.pid) - cpu
     gaps = [gap for outcome in outcomes for gap in outcome.gaps]
     for failure in {str(outcome.failure) for outcome in outcomes if outcome.failure}:
         print(f"  {name}: {failure}", file=sys.stderr)
@@ -178,7 +147,7 @@ async def measure(server: RunningServer, name: str, args: argparse.Namespace) ->
         "gap_p50": milliseconds(gaps, 50), "gap_p95": milliseconds(gaps, 95), "gap_longest": milliseconds(gaps, 100),
         "arrived": len(arrived) or None, "ttft": milliseconds([each.time_to_first_token for each in arrived], 50),
         "failed": sum(outcome.failure is not None for outcome in outcomes),
-        "server_cpu": used[0] / seconds, "browser_cpu": used[1] / seconds, **(await state_of(server)),
+        "server_cpu": used / seconds, **(await state_of(server)),
     }  # fmt: skip
 
 
@@ -210,7 +179,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (128)")
     parser.add_argument("--serve", default="", help='more flags of `cppbatch serve`: --serve="--prefer latency"')
-    parser.add_argument("--pages", type=int, default=5, help="readers or browsers (5)")
+    parser.add_argument("--pages", type=int, default=5, help="readers (5)")
     args = parser.parse_args()
     if unknown := set(args.beside) - set(BESIDE):
         parser.error(f"{', '.join(unknown)}: name some of {', '.join(BESIDE)}")

@@ -147,9 +147,7 @@ def main() -> None:
                     return asyncio.run(run_load(server.url, args, turn))
 
             found = Comparison(commands).measure(args.repeats, measure)
-            print(
-                f"\n{kind}, {model.stat().st_size / 1e6:,.0f} MB, {args.conversations} conversations of {args.turns} turns\n"
-            )
+            print(f"\n{kind}, {model.stat().st_size / 1e6:,.0f} MB; {args.conversations} x {args.turns} messages\n")
             ratios = {"computed": "computed, ratio", "ttft_p50": "TTFT p50, ratio", "ttft_p95": "TTFT p95, ratio"}
             print(found.table(COLUMNS, ratios, base="llama-server"), flush=True)
             model.unlink()

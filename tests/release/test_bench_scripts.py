@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.fake_peers import write_aiperf, write_llama_server, write_program
+from tests.support.fake_peers import write_llama_server, write_program
 from tests.support.scripts import ROOT, columns, number, rows, script
 
 pytestmark = pytest.mark.nightly
@@ -41,15 +40,6 @@ def test_llama_server_s_drafts_are_tried_where_texts_repeat(llama_server: Path, 
     assert "Kept: `--no-kv-unified -fa on --spec-type ngram-mod" in printed
     assert "2 requests, 2 at once" in printed
     assert rows(printed)["job: failed requests"][:2] == ["0 of 2", "0 of 2"]
-
-
-def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_path: Path) -> None:
-    aiperf = write_aiperf(tmp_path / "aiperf")
-    few = ["--load", "full-cells", "--requests", 4, "--turns", 1, "--theirs=-kvu -fa on"]
-    figures = rows(script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--aiperf", aiperf))
-    assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
-    assert figures["full-cells: longest gap, ms"][:2] == ["50.0", "50.0"]
-    assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
 
 
 def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
@@ -95,19 +85,6 @@ def test_settings_of_the_server_are_compared_under_one_load(tiny_llama: Path) ->
     assert number(figures["plain"]["KV cells"]) == 0
     assert number(figures["cached"]["KV cells"]) > 500
     assert number(figures["cached"]["times the tokens/s"]) > 0
-
-
-def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
-    default_model: Path, tmp_path: Path
-) -> None:
-    own = shutil.copy(default_model, tmp_path)  # pages of a file that another test's server maps too count half
-    printed = script("bench_sleep.py", "-m", own, "--repeats", 2, "--idle", 1, "--", "-c", "4096")
-    figures = {name: number(cells[0]) for name, cells in rows(printed).items() if name.startswith(("memory", "first"))}
-    assert figures["memory asleep"] < 100, "the server's own process is left"
-    assert figures["memory before"] > 3 * figures["memory asleep"]
-    assert figures["memory after"] < 1.1 * figures["memory before"], "nothing is left of the worker before"
-    assert 0 < figures["first token, awake"] < figures["first token, asleep"], "a worker starts first"
-    assert "1 different texts" in printed
 
 
 def test_streams_are_measured_alone_and_beside_images_and_texts(default_model: Path) -> None:
