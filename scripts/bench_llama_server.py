@@ -3,10 +3,10 @@
 
 For each load llama-server first runs with unified cells and with a stream for each sequence, with and without flash
 attention and with smaller cache types, and the fastest flags are kept. Then both servers run, and each turn measures
-one after the other. The load is that of `cppbatch bench serve`. --busy-core measures each turn again beside a process that keeps
-one core busy. For the loads of speculative decoding (quote, json, code, job, free) llama-server's kinds of n-gram drafts
-are tried as well. --same-prefix: all
-turns of shared-prefix have the same prefix, and the first one, which computes it, is not counted.
+one after the other. The load is that of `cppbatch bench serve`. --busy-core measures each turn again beside a process
+that keeps one core busy. For the loads of speculative decoding (quote, json, code, job, free) llama-server's kinds of
+n-gram drafts are tried as well. --same-prefix: all turns of shared-prefix have the same prefix, and the first one,
+which computes it, is not counted.
 
     .venv/bin/python scripts/bench_llama_server.py PEERS/llama-server [-m model.gguf] [--load mixed,fan-out] [--turns 3]
 """
@@ -20,11 +20,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from measuring import Comparison, Figures, markdown_table, numbers, ratio_cell, script_arguments, words
-from server_process import ChildProcess, cpu_seconds, measure_server, running_servers, serve_command
+from server_process import (
+    ChildProcess,
+    add_load_options,
+    cpu_seconds,
+    make_load,
+    measure_server,
+    running_servers,
+    serve_command,
+)  # fmt: skip
 
-from cppbatch.bench.load.workload import PREFIX_TOKENS, make_workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.report import Column
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
@@ -84,15 +92,11 @@ class Measurement:
     def figures(self, url: str, seed: int, n_requests: int | None = None) -> Figures:
         """Puts the load on one server. Raises `UnusableServer`."""
         args, n = self.args, n_requests or self.n_requests
-        is_full = self.name == "full-cells"
-        workload = make_workload(
-            "fixed" if is_full else self.name, n,
-            prompt_tokens=Lengths(64, 64) if is_full else args.prompt_tokens, output_tokens=args.output_tokens,
-            prefix_tokens=args.prefix_tokens, prefix_seed=PREFIX_SEED if args.same_prefix else None,
-        )  # fmt: skip
-        return measure_server(
-            url, workload, seed=seed, concurrency=self.load.clients, timeout=args.end - time.monotonic()
-        )
+        kind, more = self.name, dict[str, Any](prefix_seed=PREFIX_SEED if args.same_prefix else None)
+        if kind == "full-cells":
+            kind, more = "fixed", {"prompt_tokens": Lengths(64, 64)}
+        workload, left_s = make_load(args, kind, n, **more), args.end - time.monotonic()
+        return measure_server(url, workload, seed=seed, concurrency=self.load.clients, timeout=left_s)
 
     def compare(self) -> None:
         """Prints the figures of both servers and the medians of the turns' ratios."""
@@ -182,9 +186,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--load", type=words, default=usual, help=f"some of {', '.join(LOADS)} ({','.join(usual)})")
     parser.add_argument("--clients", type=numbers, default=[None], help="numbers of clients to measure each load with")
     parser.add_argument("--requests", type=int, help="in each turn (48; full-cells: 24; texts: 16, job: 48)")
-    for what in ("prompt", "output"):
-        parser.add_argument(f"--{what}-tokens", type=lambda n: Lengths(int(n), int(n)), help="(as the load says)")
-    parser.add_argument("--prefix-tokens", type=int, default=PREFIX_TOKENS, help=f"of shared-prefix ({PREFIX_TOKENS})")
+    add_load_options(parser)
     parser.add_argument("--same-prefix", action="store_true", help="the same prefix in every turn of shared-prefix")
     parser.add_argument("--busy-core", action="store_true", help="measure beside a busy core too")
     parser.add_argument("-t", "--threads", type=int, default=available_threads(), help="llama-server's threads")
