@@ -2,16 +2,13 @@
 """Measures what something else costs the running streams of a server: alone and beside it, alternately.
 
     .venv/bin/python scripts/bench_beside.py long-prompt [-m model.gguf] [--turns 3] [--seconds 8]
-    .venv/bin/python scripts/bench_beside.py images,texts [--serve="--prefer latency"] [--mmproj mmproj.gguf]
-    .venv/bin/python scripts/bench_beside.py readers,idle-page,live-page --streams 16 [--pages 5] [--nice 19]
-    .venv/bin/python scripts/bench_beside.py chunks_of_one_byte,large_json [--seconds 15]      (or: attacks)
+    .venv/bin/python scripts/bench_beside.py images,texts [--serve="--prefer latency"]
+    .venv/bin/python scripts/bench_beside.py readers --streams 16 [--pages 5]
 
 long-prompt: a prompt of 4,000 tokens, again and again. images, texts: requests with an image, or with a text of the
-same number of tokens, one after another; without --mmproj, the projector has random weights and the size of SigLIP base
-at 224 pixels. readers: connections to GET /live. idle-page, live-page: browsers with the Chat and the Live tab, at the
-lowest priority, because they use the cores of the engine. The others are scripts/attacks.py's, each in a process of the
-lowest priority. Streams that run at the end of the time run to their end. The last columns have the server's state
-afterwards, without requests: it must not depend on what was beside.
+same number of tokens, one after another; the projector has random weights and the size of SigLIP base at 224 pixels.
+readers: connections to GET /live. Streams that run at the end of the time run to their end. The last columns have the
+server's state afterwards, without requests: it must not depend on what was beside.
 """
 
 from __future__ import annotations
@@ -25,23 +22,20 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from time import monotonic, perf_counter
 from typing import Any
 
 import aiohttp
-import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from attacks import ATTACKS
-from measuring import Comparison, Figures, script_arguments, words
-from server_process import RunningServer, cpu_seconds, get_json, running_server, serve_command
+from measuring import Comparison, Figures, milliseconds, script_arguments, words
+from server_process import RunningServer, cpu_seconds, get_json, load_client, running_server, serve_command
 
-from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
+from cppbatch.bench.load.client import RequestOutcome
 from cppbatch.bench.load.completion_stream import RequestFailure
 from cppbatch.bench.load.workload import Endpoint, LoadRequest
 from cppbatch.bench.prompts import random_text
@@ -50,34 +44,20 @@ from cppbatch.errors import CppBatchError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.pull import choose_model
 
-LONG, N_TEXT = 4000, 20  # tokens of a long prompt, and of the text after an image
-HEALTH_S, SETTLE_S, LIMIT_S = 0.02, 20.0, 300
+LONG, N_TEXT, N_IMAGE = 4000, 20, 196  # tokens of a long prompt, of the text after an image, of the image
+SETTLE_S = 20.0
+BESIDE = ["long-prompt", "images", "texts", "readers"]
 COLUMNS = [
     Column("tokens_per_second", "tokens/s"), Column("gap_p50", "inter-token p50, ms", 0), Column("gap_p95", "p95", 0),
     Column("gap_longest", "longest", 0), Column("arrived", "arrived", 0), Column("ttft", "their TTFT, ms", 0),
-    Column("health_p99", "/health p99, ms", 0), Column("failed", "failed", 0), Column("server_cpu", "server CPU", 2),
-    Column("browser_cpu", "browsers CPU", 2), Column("in_flight", "in flight", 0), Column("cells", "cells", 0),
-    Column("seq_ids", "seq_ids", 0), Column("restarts", "restarts", 0), Column("mib", "MiB", 0),
-    Column("files", "files", 0),
+    Column("failed", "failed", 0), Column("server_cpu", "server CPU", 2), Column("in_flight", "in flight", 0),
+    Column("cells", "cells", 0), Column("seq_ids", "seq_ids", 0), Column("restarts", "restarts", 0),
+    Column("mib", "MiB", 0), Column("files", "files", 0),
 ]  # fmt: skip
-
-
-@dataclass
-class Here:
-    """One measurement: the server, its clients, and what was observed beside the streams."""
-
-    args: argparse.Namespace
-    url: str
-    session: aiohttp.ClientSession
-    arrived: list[RequestOutcome] = field(default_factory=list)
-    health: list[float] = field(default_factory=list)
-    n_attacks: int | None = None
-
-    def client(self, endpoint: Endpoint = "completions") -> LoadClient:
-        return LoadClient(TargetServer(label="server", url=self.url, model="", endpoint=endpoint), LIMIT_S)
-
-
 NUMBERS = itertools.count(1000)  # each prompt has its own
+
+
+# --- what runs beside the streams -------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -95,14 +75,16 @@ async def running(*works: Awaitable[None]) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def arrive(here: Here, request: Callable[[int], LoadRequest], endpoint: Endpoint = "chat") -> None:
+async def arrive(
+    url: str, request: Callable[[int], LoadRequest], arrived: list[RequestOutcome], endpoint: Endpoint = "chat"
+) -> None:
     """Sends requests, one after another. Raises `RequestFailure`."""
-    async with here.client(endpoint) as client:
+    async with load_client(url, endpoint) as client:
         while True:
             outcome = await client.send(request(next(NUMBERS)), perf_counter())
             if outcome.failure:
                 raise outcome.failure
-            here.arrived.append(outcome)
+            arrived.append(outcome)
 
 
 def text_request(n_tokens: int) -> Callable[[int], LoadRequest]:
@@ -114,138 +96,59 @@ def image_request(n: int) -> LoadRequest:
 
     data = base64.b64encode(picture(n % 64, size=(320, 240)) + bytes(n % 251)).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-    return LoadRequest(
-        [{"role": "user", "content": [image, {"type": "text", "text": random_text(Random(n), N_TEXT)}]}], 1
-    )
+    text = {"type": "text", "text": random_text(Random(n), N_TEXT)}
+    return LoadRequest([{"role": "user", "content": [image, text]}], 1)
 
 
-async def read_live(here: Here) -> None:
+async def read_live(url: str) -> None:
     """Reads GET /live and does nothing with it."""
-    async with here.session.get(f"{here.url}/live") as response:
+    async with aiohttp.ClientSession(read_bufsize=1 << 22) as session, session.get(f"{url}/live") as response:
         while await response.content.readany():
             pass
 
 
-@contextlib.asynccontextmanager
-async def browsers(here: Here, tab: str) -> AsyncIterator[None]:
-    """Shows a tab of the page in browsers of a low priority, each with its own processes."""
-    from playwright.async_api import async_playwright
-
-    from tests.browser.chromium import find_chromium
-
-    with tempfile.TemporaryDirectory() as folder:
-        program = nice_program(Path(folder, "chromium"), find_chromium(), here.args.nice)
-        async with async_playwright() as playwright:
-            for _ in range(here.args.pages):
-                browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-                page = await browser.new_page(viewport={"width": 1280, "height": 800})
-                await page.goto(f"{here.url}/#{tab}")
-                await page.locator("main > section:visible *").first.wait_for(state="attached")
-            yield
-
-
-def nice_program(path: Path, program: object, nice: int) -> Path:
-    """Writes a script that starts a program with this priority. Linux schedules sessions before processes where
-    autogroups are on, so the session gets the priority too."""
-    path.write_text(
-        f'#!/bin/sh\n{{ echo {nice} > /proc/self/autogroup; }} 2>/dev/null\nexec nice -n {nice} "{program}" "$@"\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
-@contextlib.asynccontextmanager
-async def attack(here: Here, name: str) -> AsyncIterator[None]:
-    """Runs an attack in a process of its own, which begins with the block."""
-    program = Path(__file__).with_name("attacks.py")
-    command = ["nice", "-n", "19", sys.executable, str(program), name, here.url, str(here.args.seconds)]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert process.stdout
-    await process.stdout.readline()  # it is ready
-    sending = asyncio.ensure_future(process.communicate(b"go\n"))
-    try:
-        yield
-        here.n_attacks = int((await sending)[0])
-    finally:
-        if process.returncode is None:
-            process.kill()
-
-
-async def ask_health(here: Here) -> None:
-    """Sends requests at fixed times, without waiting for answers: a long wait counts for each request during it."""
-
-    async def ask() -> None:
-        began = perf_counter()
-        async with here.session.get(f"{here.url}/health") as answer:
-            await answer.read()
-        here.health.append(perf_counter() - began)
-
-    asked = []
-    try:
-        while True:
-            asked.append(asyncio.ensure_future(ask()))
-            await asyncio.sleep(HEALTH_S)
-    finally:
-        await asyncio.gather(*asked, return_exceptions=True)
-
-
-def beside(here: Here, name: str) -> contextlib.AbstractAsyncContextManager[None]:
-    """Returns what runs beside the streams during the block."""
-    pages = {"idle-page": "chat", "live-page": "live"}
-    if name in pages:
-        return browsers(here, pages[name])
-    if name in ATTACKS:
-        return attack(here, name)
+def beside(
+    name: str, url: str, n_pages: int, arrived: list[RequestOutcome]
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Returns what runs beside the streams during the block. `arrived`: gets the requests that it sends."""
     works: dict[str, Callable[[], list[Awaitable[None]]]] = {
         "alone": list,
-        "long-prompt": lambda: [arrive(here, text_request(LONG), "completions")],
-        "images": lambda: [arrive(here, image_request)],
-        "texts": lambda: [arrive(here, text_request(here.args.image_tokens + N_TEXT))],
-        "readers": lambda: [read_live(here) for _ in range(here.args.pages)],
+        "long-prompt": lambda: [arrive(url, text_request(LONG), arrived, "completions")],
+        "images": lambda: [arrive(url, image_request, arrived)],
+        "texts": lambda: [arrive(url, text_request(N_IMAGE + N_TEXT), arrived)],
+        "readers": lambda: [read_live(url) for _ in range(n_pages)],
     }
     return running(*works[name]())
 
 
-BESIDE = ["long-prompt", "images", "texts", "readers", "idle-page", "live-page", *ATTACKS]
+# --- a measurement ----------------------------------------------------------------------------------------------------
 
 
 async def measure(server: RunningServer, name: str, args: argparse.Namespace) -> Figures:
     """Runs the streams beside this for `args.seconds`."""
-    outcomes: list[RequestOutcome] = []
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 22) as session:
-        here = Here(args, server.url, session)
-        async with here.client() as client, beside(here, name):
-            began, end = perf_counter(), perf_counter() + args.seconds
-            cpu = cpu_seconds(server.process.pid), cpu_seconds(os.getpid(), "chrom")
+    outcomes, arrived = list[RequestOutcome](), list[RequestOutcome]()
+    async with load_client(server.url) as client, beside(name, server.url, args.pages, arrived):
+        began, end = perf_counter(), perf_counter() + args.seconds
+        cpu = cpu_seconds(server.process.pid)
 
-            async def stream(i: int) -> None:
-                while perf_counter() < end:
-                    prompt = f"Stream {i} tells story {next(NUMBERS)} of {os.getpid()}:"
-                    outcomes.append(await client.send(LoadRequest(prompt, args.tokens), perf_counter()))
+        async def stream(i: int) -> None:
+            while perf_counter() < end:
+                prompt = f"Stream {i} tells story {next(NUMBERS)} of {os.getpid()}:"
+                outcomes.append(await client.send(LoadRequest(prompt, args.tokens), perf_counter()))
 
-            health = [ask_health(here)] if name in ATTACKS or args.health else []
-            async with running(*health):
-                await asyncio.gather(*(stream(i) for i in range(args.streams)))
-            seconds = perf_counter() - began
-            used = cpu_seconds(server.process.pid) - cpu[0], cpu_seconds(os.getpid(), "chrom") - cpu[1]
+        await asyncio.gather(*(stream(i) for i in range(args.streams)))
+        seconds = perf_counter() - began
+        used = cpu_seconds(server.process.pid) - cpu
     gaps = [gap for outcome in outcomes for gap in outcome.gaps]
     for failure in {str(outcome.failure) for outcome in outcomes if outcome.failure}:
         print(f"  {name}: {failure}", file=sys.stderr)
     return {
         "tokens_per_second": sum(outcome.output_tokens for outcome in outcomes) / seconds,
-        "gap_p50": percentile(gaps, 50), "gap_p95": percentile(gaps, 95), "gap_longest": percentile(gaps, 100),
-        "arrived": here.n_attacks if here.n_attacks is not None else len(here.arrived) or None,
-        "ttft": percentile([each.time_to_first_token for each in here.arrived], 50),
-        "health_p99": percentile(here.health, 99),
+        "gap_p50": milliseconds(gaps, 50), "gap_p95": milliseconds(gaps, 95), "gap_longest": milliseconds(gaps, 100),
+        "arrived": len(arrived) or None, "ttft": milliseconds([each.time_to_first_token for each in arrived], 50),
         "failed": sum(outcome.failure is not None for outcome in outcomes),
-        "server_cpu": used[0] / seconds, "browser_cpu": used[1] / seconds, **(await state_of(server)),
+        "server_cpu": used / seconds, **(await state_of(server)),
     }  # fmt: skip
-
-
-def percentile(seconds: list[float], q: float) -> float | None:
-    return 1000 * float(np.percentile(seconds, q)) if seconds else None
 
 
 async def state_of(server: RunningServer) -> Figures:
@@ -270,13 +173,21 @@ async def state_of(server: RunningServer) -> Figures:
 
 def main() -> None:
     """Prints a row for each state: medians, and the medians of the turns' ratios to the streams alone."""
-    args = _arguments()
-    names = ["alone", *(each for name in args.beside for each in (ATTACKS if name == "attacks" else [name]))]
-    model = choose_model(args.model)
+    parser = script_arguments(__doc__, turns=3)
+    parser.add_argument("beside", type=words, help=f"some of {', '.join(BESIDE)}")
+    parser.add_argument("--seconds", type=float, default=8, help="of a measurement (8)")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer (128)")
+    parser.add_argument("--serve", default="", help='more flags of `cppbatch serve`: --serve="--prefer latency"')
+    parser.add_argument("--pages", type=int, default=5, help="readers (5)")
+    args = parser.parse_args()
+    if unknown := set(args.beside) - set(BESIDE):
+        parser.error(f"{', '.join(unknown)}: name some of {', '.join(BESIDE)}")
+    names, model = ["alone", *args.beside], choose_model(args.model)
     with tempfile.TemporaryDirectory() as folder:
         flags: list[Any] = ["-np", 16, "-c", 16384, "--spec", "off", "--data-dir", folder, *args.serve.split()]
         if "images" in names:
-            flags += ["--mmproj", args.mmproj or random_projector(Path(folder, "mmproj.gguf"), model)]
+            flags += ["--mmproj", random_projector(Path(folder, "mmproj.gguf"), model)]
         with running_server(serve_command(model, *flags)) as server:
             found = Comparison(names).measure(
                 args.turns, lambda name, _: asyncio.run(measure(server, name, args)), uncounted=1
@@ -290,24 +201,6 @@ def random_projector(path: Path, model: Path) -> Path:
     from tests.support.tiny_projectors import SIGLIP_BASE, vision
 
     return vision(path, n_embd=inspect_model(model).n_embd or 0, shape=SIGLIP_BASE, quant="F16")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = script_arguments(__doc__, turns=3)
-    parser.add_argument("beside", type=words, help=f"some of {', '.join(BESIDE)}; attacks: all of those")
-    parser.add_argument("--seconds", type=float, default=8, help="of a measurement (8)")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer (128)")
-    parser.add_argument("--serve", default="", help='more flags of `cppbatch serve`: --serve="--prefer latency"')
-    parser.add_argument("--health", action="store_true", help="time GET /health, as beside attacks")
-    parser.add_argument("--mmproj", type=Path, help="the model's projector")
-    parser.add_argument("--image-tokens", type=int, default=196, help="tokens of an image (196)")
-    parser.add_argument("--pages", type=int, default=5, help="readers or browsers (5)")
-    parser.add_argument("--nice", type=int, default=19, help="of the browsers (19)")
-    args = parser.parse_args()
-    if unknown := set(args.beside) - {"attacks", *BESIDE}:
-        parser.error(f"{', '.join(unknown)}: name some of {', '.join(BESIDE)}")
-    return args
 
 
 if __name__ == "__main__":

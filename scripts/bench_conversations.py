@@ -10,18 +10,19 @@ attention (hybrid).
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import gguf
+import numpy as np
 from measuring import Comparison, Figures, script_arguments, words
-from server_process import running_server, serve_command
+from server_process import load_client, running_server, serve_command
 
-from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
+from cppbatch.bench.load.client import LoadClient, RequestOutcome
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.report import Column
 from cppbatch.config import available_threads
@@ -32,7 +33,6 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LIMIT_S = 3600
 COLUMNS = [
     Column("prompt", "prompt tokens", 0), Column("computed", "computed", 0), Column("ttft_p50", "TTFT p50, s", 2),
     Column("ttft_p95", "TTFT p95, s", 2), Column("seconds", "seconds", 0),
@@ -41,28 +41,17 @@ WINDOW = 512  # as Gemma 3's 1B model
 FULL_EVERY = 6  # layers, of which one has no window; of the hybrid model every third one is attention
 
 
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a model."""
-
-    layers: int
-    width: int
-
-    @property
-    def heads(self) -> int:
-        """Of 64 numbers; a quarter of them has keys and values."""
-        return self.width // 64
-
-
-def write_model(path: Path, kind: str, size: Size) -> Path:
-    """Writes a model with random weights in Q8_0 and a ChatML template."""
-    n, heads, heads_kv, vocab = size.width, size.heads, max(1, size.heads // 4), byte_vocab()
-    n_kv, n_ff = heads_kv * 64, 3 * size.width
+def write_model(path: Path, kind: str, n_layers: int, n: int) -> Path:
+    """Writes a model with random weights in Q8_0 and a ChatML template. `n`: its width; heads have 64 numbers, and a
+    quarter of them keys and values."""
+    heads, vocab = n // 64, byte_vocab()
+    heads_kv = max(1, heads // 4)
+    n_kv, n_ff = heads_kv * 64, 3 * n
     writer = gguf.GGUFWriter(path, {"plain": "llama", "window": "gemma3", "hybrid": "lfm2"}[kind])
-    is_attention = [kind != "hybrid" or i % 3 == 2 for i in range(size.layers)]
+    is_attention = [kind != "hybrid" or i % 3 == 2 for i in range(n_layers)]
     writer.add_context_length(8192)
     writer.add_embedding_length(n)
-    writer.add_block_count(size.layers)
+    writer.add_block_count(n_layers)
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count(heads)
     writer.add_head_count_kv([heads_kv * full for full in is_attention] if kind == "hybrid" else heads_kv)
@@ -74,7 +63,7 @@ def write_model(path: Path, kind: str, size: Size) -> Path:
     writer.add_chat_template(CHATML)
     if kind == "window":
         writer.add_sliding_window(WINDOW)
-        writer.add_sliding_window_pattern([(i + 1) % FULL_EVERY != 0 for i in range(size.layers)])
+        writer.add_sliding_window_pattern([(i + 1) % FULL_EVERY != 0 for i in range(n_layers)])
     if kind == "hybrid":
         writer.add_shortconv_l_cache(3)
     weights = [matrix("token_embd", len(vocab.pieces), n, 0.5)]
@@ -97,22 +86,12 @@ def write_model(path: Path, kind: str, size: Size) -> Path:
     return write_gguf(path, writer, weights, quant="Q8_0")
 
 
-@dataclass(frozen=True)
-class Load:
-    """What the clients do."""
-
-    conversations: int
-    turns: int
-    system_words: int
-    message_words: int
-    new_tokens: int
-    think_s: float
-
-
-async def converse(client: LoadClient, load: Load, system: str, chance: random.Random) -> list[RequestOutcome]:
+async def converse(
+    client: LoadClient, load: argparse.Namespace, system: str, chance: random.Random
+) -> list[RequestOutcome]:
     """Holds one conversation."""
     messages, outcomes = [{"role": "system", "content": system}], []
-    await asyncio.sleep(chance.random() * load.think_s)
+    await asyncio.sleep(chance.random() * load.think)
     for _ in range(load.turns):
         messages.append({"role": "user", "content": text(chance, load.message_words)})
         outcome = await client.send(LoadRequest(messages.copy(), load.new_tokens), perf_counter())
@@ -120,24 +99,24 @@ async def converse(client: LoadClient, load: Load, system: str, chance: random.R
             raise outcome.failure
         outcomes.append(outcome)
         messages.append({"role": "assistant", "content": outcome.text})
-        await asyncio.sleep(chance.uniform(0.5, 1.5) * load.think_s)
+        await asyncio.sleep(chance.uniform(0.5, 1.5) * load.think)
     return outcomes
 
 
-async def run_load(url: str, load: Load, seed: int) -> Figures:
+async def run_load(url: str, load: argparse.Namespace, seed: int) -> Figures:
     """Holds all conversations at the same time."""
     began, system = perf_counter(), text(random.Random(seed), load.system_words)
-    async with LoadClient(TargetServer(label="server", url=url, model="", endpoint="chat"), LIMIT_S) as client:
+    async with load_client(url, "chat") as client:
         chances = [random.Random(f"{seed} {i}") for i in range(load.conversations)]
         of_each = await asyncio.gather(*(converse(client, load, system, chance) for chance in chances))
     outcomes = [outcome for conversation in of_each for outcome in conversation]
     n_prompt, n_cached = (
         sum(getattr(each, name) or 0 for each in outcomes) for name in ("prompt_tokens", "cached_tokens")
     )
-    times = sorted(each.time_to_first_token for each in outcomes)
+    p50, p95 = np.percentile([each.time_to_first_token for each in outcomes], (50, 95)).tolist()
     return {
-        "prompt": n_prompt, "computed": n_prompt - n_cached, "ttft_p50": times[len(times) // 2],
-        "ttft_p95": times[int(0.95 * len(times))], "seconds": perf_counter() - began,
+        "prompt": n_prompt, "computed": n_prompt - n_cached, "ttft_p50": p50, "ttft_p95": p95,
+        "seconds": perf_counter() - began,
     }  # fmt: skip
 
 
@@ -150,28 +129,25 @@ def main() -> None:
     parser = script_arguments(__doc__)
     parser.add_argument("llama_server", type=Path)
     parser.add_argument("--kind", type=words, default=["plain", "window", "hybrid"])
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=2048)
-    for name, default in (("conversations", 16), ("turns", 6), ("system-words", 600), ("message-words", 330)):
+    sizes = {"conversations": 16, "turns": 6, "system-words": 600, "message-words": 330, "new-tokens": 64}
+    sizes |= {"layers": 16, "width": 2048, "repeats": 1}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--think", type=float, default=5.0, help="seconds between an answer and the next message")
-    parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
-    load = Load(args.conversations, args.turns, args.system_words, args.message_words, args.new_tokens, args.think)
-    sizes = ["-np", "8", "-c", "32768", "-t", str(available_threads())]
+    common = ["-np", "8", "-c", "32768", "-t", str(available_threads())]
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kind:
-            model = write_model(Path(folder, f"{kind}.gguf"), kind, Size(args.layers, args.width))
-            theirs = [args.llama_server, "-m", model, *sizes, "--jinja", "--no-ui", "--cache-ram", "8192"]
-            commands = {"cppbatch": serve_command(model, *sizes), "llama-server": list(map(str, theirs))}
+            model = write_model(Path(folder, f"{kind}.gguf"), kind, args.layers, args.width)
+            theirs = [args.llama_server, "-m", model, *common, "--jinja", "--no-ui", "--cache-ram", "8192"]
+            commands = {"cppbatch": serve_command(model, *common), "llama-server": list(map(str, theirs))}
 
             def measure(name: str, turn: int) -> Figures:
                 with running_server(commands[name]) as server:  # noqa: B023
-                    return asyncio.run(run_load(server.url, load, turn))
+                    return asyncio.run(run_load(server.url, args, turn))
 
             found = Comparison(commands).measure(args.repeats, measure)
-            print(f"\n{kind}, {model.stat().st_size / 1e6:,.0f} MB: {load}\n")
+            print(f"\n{kind}, {model.stat().st_size / 1e6:,.0f} MB; {args.conversations} x {args.turns} messages\n")
             ratios = {"computed": "computed, ratio", "ttft_p50": "TTFT p50, ratio", "ttft_p95": "TTFT p95, ratio"}
             print(found.table(COLUMNS, ratios, base="llama-server"), flush=True)
             model.unlink()

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from random import Random
 
+import msgspec
 import psutil
 from measuring import Comparison, script_arguments
 from server_process import ChildProcess
@@ -41,52 +42,34 @@ from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.api.batches.offline import OfflineJob, run_offline
 from cppbatch.server.settings import ServerSettings
 
-N_TOKENS = 32
+PARAMS = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
+PROMPTS = [f"{random_text(Random(i), 6 + i % 13)}\n\n" for i in range(300)]  # of 8 to 20 tokens
 N_LINES = 1_000_000
-
-
-def prompts() -> list[str]:
-    """Returns 300 prompts of 8 to 20 tokens."""
-    return [f"{random_text(Random(i), 6 + i % 13)}\n\n" for i in range(300)]
 
 
 def by_engine(config: EngineConfig) -> float:
     """Returns tokens/s."""
-    params = SamplingParams(max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
     with BatchInferenceEngine(config) as engine:
         began = time.perf_counter()
-        results = engine.generate(prompts(), params)
+        results = engine.generate(PROMPTS, msgspec.convert(PARAMS, SamplingParams))
         seconds = time.perf_counter() - began
     return sum(len(result.tokens) for result in results) / seconds
 
 
 def by_job(config: EngineConfig, folder: Path) -> float:
     """Returns tokens/s from the loaded model to the last result on disk."""
-    source, out = folder / "in.jsonl", folder / "out.jsonl"
-    fields = {"max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True}
-    source.write_text("".join(json.dumps({"prompt": prompt, **fields}) + "\n" for prompt in prompts()))
+    source, out, began = folder / "in.jsonl", folder / "out.jsonl", list[float]()
+    source.write_text("".join(json.dumps({"prompt": prompt, **PARAMS}) + "\n" for prompt in PROMPTS))
     job = FileJob(input_format=detect_input_format(source), output=out, errors=folder / "errors.jsonl")
-    began = 0.0
-
-    def start() -> None:
-        nonlocal began
-        began = time.time()
-
     with InputReader(job.input_format, URLS) as reader:
         journal = open_job(job, config.model_path, overwrite=True, say=print)
-        offline = OfflineJob(job, journal, reader)
-        assert asyncio.run(run_offline(config, Deployment(), offline, ServerSettings(), started=start))
-        assert (journal.n_completed, journal.n_failed) == (len(prompts()), 0)
+        offline, settings = OfflineJob(job, journal, reader), ServerSettings()
+        assert asyncio.run(
+            run_offline(config, Deployment(), offline, settings, started=lambda: began.append(time.time()))
+        )
+        assert (journal.n_completed, journal.n_failed) == (len(PROMPTS), 0)
         journal.close()
-    return offline.n_tokens / (out.stat().st_mtime - began)
-
-
-def throughput(config: EngineConfig, turns: int) -> None:
-    """Prints the medians of both and their ratio."""
-    with tempfile.TemporaryDirectory() as folder:
-        ways = {"engine": lambda: by_engine(config), "job": lambda: by_job(config, Path(folder))}
-        found = Comparison(ways).measure(turns, lambda name, turn: {"speed": ways[name]()})
-    print(found.table([Column("speed", "tokens/s")], {"speed": "of the engine"}, digits=3))
+    return offline.n_tokens / (out.stat().st_mtime - began[0])
 
 
 def write_million_requests(path: Path) -> None:
@@ -125,27 +108,24 @@ def read_all(source: Path, folder: Path) -> None:
     print(f"{n} lines into a ledger of {size:.0f} MiB in {seconds:.1f} s; most memory {most:.0f} MiB", flush=True)
 
 
-def big_input(config: EngineConfig) -> None:
-    """Measures reading the whole file, and the time to the first result."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        source = folder / "in.jsonl"
-        write_million_requests(source)
-        print(f"{source.stat().st_size / 2**20:.0f} MiB of input")
-        read_all(source, folder)
-        first_result(config, source, folder)
-
-
 def main() -> None:
     """Runs one of the two measurements."""
     parser = script_arguments(__doc__, turns=3)
     parser.add_argument("what", choices=["throughput", "input"])
     args = parser.parse_args()
     config = EngineConfig(model_path=str(choose_model(args.model)))
-    if args.what == "throughput":
-        throughput(config, args.turns)
-    else:
-        big_input(config)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.what == "throughput":
+            ways = {"engine": lambda: by_engine(config), "job": lambda: by_job(config, folder)}
+            found = Comparison(ways).measure(args.turns, lambda name, turn: {"speed": ways[name]()})
+            print(found.table([Column("speed", "tokens/s")], {"speed": "of the engine"}, digits=3))
+        else:
+            source = folder / "in.jsonl"
+            write_million_requests(source)
+            print(f"{source.stat().st_size / 2**20:.0f} MiB of input")
+            read_all(source, folder)
+            first_result(config, source, folder)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 
 For each load llama-server first runs with unified cells and with a stream for each sequence, with and without flash
 attention and with smaller cache types, and the fastest flags are kept. Then both servers run, and each turn measures
-one after the other. The load is that of `cppbatch bench serve`, or AIPerf's (--aiperf), which makes prompts of its
-own. --busy-core measures each turn again beside a process that keeps one core busy. For the loads of speculative
-decoding (quote, json, code, job, free) llama-server's kinds of n-gram drafts are tried as well. --same-prefix: all
-turns of shared-prefix have the same prefix, and the first one, which computes it, is not counted.
+one after the other. The load is that of `cppbatch bench serve`. --busy-core measures each turn again beside a process
+that keeps one core busy. For the loads of speculative decoding (quote, json, code, job, free) llama-server's kinds of
+n-gram drafts are tried as well. --same-prefix: all turns of shared-prefix have the same prefix, and the first one,
+which computes it, is not counted.
 
     .venv/bin/python scripts/bench_llama_server.py PEERS/llama-server [-m model.gguf] [--load mixed,fan-out] [--turns 3]
 """
@@ -16,17 +16,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from aiperf_load import AIPERF_FLAGS, run_aiperf, write_tokenizer
 from measuring import Comparison, Figures, markdown_table, numbers, ratio_cell, script_arguments, words
-from server_process import ChildProcess, cpu_seconds, measure_server, running_servers, serve_command
+from server_process import (
+    ChildProcess,
+    add_load_options,
+    cpu_seconds,
+    make_load,
+    measure_server,
+    running_servers,
+    serve_command,
+)  # fmt: skip
 
-from cppbatch.bench.load.workload import PREFIX_TOKENS, make_workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.report import Column
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
@@ -86,18 +92,10 @@ class Measurement:
     def figures(self, url: str, seed: int, n_requests: int | None = None) -> Figures:
         """Puts the load on one server. Raises `UnusableServer`."""
         args, n = self.args, n_requests or self.n_requests
-        left_s = args.end - time.monotonic()
-        if args.aiperf:
-            return run_aiperf(
-                args.aiperf, url, self.name, n_requests=n, clients=self.load.clients, seed=seed,
-                tokenizer=args.tokenizer, seconds=left_s,
-            )  # fmt: skip
-        is_full = self.name == "full-cells"
-        workload = make_workload(
-            "fixed" if is_full else self.name, n,
-            prompt_tokens=Lengths(64, 64) if is_full else args.prompt_tokens, output_tokens=args.output_tokens,
-            prefix_tokens=args.prefix_tokens, prefix_seed=PREFIX_SEED if args.same_prefix else None,
-        )  # fmt: skip
+        kind, more = self.name, dict[str, Any](prefix_seed=PREFIX_SEED if args.same_prefix else None)
+        if kind == "full-cells":
+            kind, more = "fixed", {"prompt_tokens": Lengths(64, 64)}
+        workload, left_s = make_load(args, kind, n, **more), args.end - time.monotonic()
         return measure_server(url, workload, seed=seed, concurrency=self.load.clients, timeout=left_s)
 
     def compare(self) -> None:
@@ -121,7 +119,7 @@ class Measurement:
             found = Comparison(names).measure(self.args.turns, measure, uncounted=int(self.args.same_prefix))
         print(
             f"{self.model.stem}; {self.n_requests} requests, {self.load.clients} at once, medians of {self.args.turns} "
-            f"turns{'; prompts of AIPerf' if self.args.aiperf else ''}:\n"
+            f"turns:\n"
         )
         rows = [*self.rows(found, ""), *(self.rows(found, BUSY) if self.args.busy_core else [])]
         if self.args.busy_core:
@@ -174,12 +172,9 @@ def main() -> None:
     """Prints a table for each load."""
     args = _arguments()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            if args.aiperf and not args.tokenizer:
-                args.tokenizer = write_tokenizer(choose_model(args.model), Path(folder))
-            for name in args.load:
-                for clients in args.clients:
-                    Measurement(args, name, clients).compare()
+        for name in args.load:
+            for clients in args.clients:
+                Measurement(args, name, clients).compare()
     except CppBatchError as error:
         sys.exit(f"bench_llama_server.py: {error}")
 
@@ -191,21 +186,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--load", type=words, default=usual, help=f"some of {', '.join(LOADS)} ({','.join(usual)})")
     parser.add_argument("--clients", type=numbers, default=[None], help="numbers of clients to measure each load with")
     parser.add_argument("--requests", type=int, help="in each turn (48; full-cells: 24; texts: 16, job: 48)")
-    for what in ("prompt", "output"):
-        parser.add_argument(f"--{what}-tokens", type=lambda n: Lengths(int(n), int(n)), help="(as the load says)")
-    parser.add_argument("--prefix-tokens", type=int, default=PREFIX_TOKENS, help=f"of shared-prefix ({PREFIX_TOKENS})")
+    add_load_options(parser)
     parser.add_argument("--same-prefix", action="store_true", help="the same prefix in every turn of shared-prefix")
     parser.add_argument("--busy-core", action="store_true", help="measure beside a busy core too")
-    parser.add_argument("--aiperf", type=Path, help="the program aiperf (pip install aiperf), instead of bench serve")
-    parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer for AIPerf (the model's own)")
     parser.add_argument("-t", "--threads", type=int, default=available_threads(), help="llama-server's threads")
     parser.add_argument("--minutes", type=float, default=60, help="for everything (60)")
     parser.add_argument("--theirs", help='best flags, if known: --theirs="-kvu -fa on"; drafts are still tried')
     parser.add_argument("--ours", default="", help='more flags of cppbatch serve: --ours="-t 1"')
     args = parser.parse_args()
-    known = AIPERF_FLAGS if args.aiperf else LOADS
-    if unknown := [name for name in args.load if name not in known]:
-        parser.error(f"--load {','.join(unknown)}: write some of {', '.join(known)}")
+    if unknown := [name for name in args.load if name not in LOADS]:
+        parser.error(f"--load {','.join(unknown)}: write some of {', '.join(LOADS)}")
     args.end = time.monotonic() + 60 * args.minutes
     return args
 

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
 from random import Random
 from time import perf_counter, process_time
+from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
 from measuring import Comparison, MeasuringChild, answer_lines, script_arguments
-from server_process import get_json, running_server, serve_command
+from server_process import get_json, load_client, running_server, serve_command
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.bench.load.client import LoadClient, TargetServer
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.prompts import random_prompt, random_text
 from cppbatch.bench.report import Column
@@ -37,37 +38,13 @@ from cppbatch.engine.runtime import load_runtime
 from cppbatch.llama import Batch
 from cppbatch.models.pull import choose_model
 
-PROMPT_TOKENS, WARM_UP, LIMIT_S = 32, 8, 300
+PROMPT_TOKENS, WARM_UP = 32, 8
 BARE, ENGINE = "bare loop", "engine"
-
-
-class Setting(msgspec.Struct):
-    """What to measure."""
-
-    model: str
-    streams: int
-    tokens: int
-    kv_layout: str
-    flash_attn: str
-    threads: int
-
-    def config(self) -> EngineConfig:
-        fields = {
-            "model_path": self.model, "n_ctx": self.n_ctx, "n_parallel": self.streams, "kv_layout": self.kv_layout,
-            "flash_attn": self.flash_attn, "n_threads": self.threads, "spec": "off",
-        }  # fmt: skip
-        return msgspec.convert(fields, EngineConfig)
-
-    @property
-    def n_ctx(self) -> int:
-        """The prompts have `PROMPT_TOKENS` words, with some vocabularies many more tokens."""
-        return self.streams * (8 * PROMPT_TOKENS + self.tokens)
-
-    def prompts(self) -> list[str]:
-        return [random_text(Random(i), PROMPT_TOKENS) for i in range(self.streams)]
-
-    def params(self, n_new: int) -> SamplingParams:
-        return SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True)
+COLUMNS = [
+    Column("speed", "tokens/s"), Column("decode_ms", "llama_decode, ms", 2), Column("rows", "rows a step"),
+    Column("cpu", "other CPU, %"),
+]  # fmt: skip
+Figures = dict[str, float | None]
 
 
 class Counters(msgspec.Struct):
@@ -78,137 +55,132 @@ class Counters(msgspec.Struct):
     step_seconds: dict[str, float]
 
 
-Figures = dict[str, float | None]
+def prompts(config: EngineConfig) -> list[str]:
+    return [random_text(Random(i), PROMPT_TOKENS) for i in range(config.n_parallel)]
 
 
-def figures(before: Counters, after: Counters, seconds: float, other_cpu: float | None = None) -> Figures:
-    """Returns the figures of the time between two states of the counters: those of `COLUMNS`."""
-    steps, tokens = after.steps - before.steps, after.generated_tokens - before.generated_tokens
-    decode_s = after.step_seconds["decode"] - before.step_seconds["decode"]
-    cpu = None if other_cpu is None else 100 * other_cpu / seconds
-    return {"speed": tokens / seconds, "decode_ms": 1000 * decode_s / steps, "rows": tokens / steps, "cpu": cpu}
+def params(n_new: int) -> SamplingParams:
+    return SamplingParams(max_tokens=n_new, temperature=0, ignore_eos=True)
 
 
-COLUMNS = [
-    Column("speed", "tokens/s"), Column("decode_ms", "llama_decode, ms", 2), Column("rows", "rows a step"),
-    Column("cpu", "other CPU, %"),
-]  # fmt: skip
-
-
-# --- the layers: each measures once for each question ----------------------------------------------------------------
-
-
-def measure_bare_loop(setting: Setting) -> None:
-    runtime = load_runtime(setting.config())
-    runtime.context.use_threads(setting.threads or available_threads())  # not as many as were free while loading
-    draw = np.random.default_rng(0)
-    prompts = [random_prompt(draw, PROMPT_TOKENS, runtime.info.n_vocab) for _ in range(setting.streams)]
+def measure_bare_loop(config: EngineConfig, n_new: int) -> None:
+    runtime = load_runtime(config)
+    runtime.context.use_threads(config.n_threads or available_threads())  # not as many as were free while loading
+    draw, n = np.random.default_rng(0), config.n_parallel
+    ids = [random_prompt(draw, PROMPT_TOKENS, runtime.info.n_vocab) for _ in range(n)]
     batch = Batch(runtime.context.n_batch)
 
     def measure() -> Figures:
-        bare_loop(runtime.context, batch, prompts, WARM_UP)
-        speed = bare_loop(runtime.context, batch, prompts, setting.tokens).decode
-        return {"speed": speed, "decode_ms": 1000 * setting.streams / speed, "rows": setting.streams}
+        bare_loop(runtime.context, batch, ids, WARM_UP)
+        speed = bare_loop(runtime.context, batch, ids, n_new).decode
+        return {"speed": speed, "decode_ms": 1000 * n / speed, "rows": n}
 
     answer_lines(measure)
     runtime.close()
 
 
-def measure_engine(setting: Setting) -> None:
-    with BatchInferenceEngine(setting.config()) as engine:
+# --- the other layers: how to run all streams, the engine's statistics, and the CPU time of the processes beside it ---
 
-        def run(n_new: int) -> None:
-            for prompt in setting.prompts():
-                engine.add_request(prompt, setting.params(n_new))
+Layer = tuple[Callable[[int], Awaitable[object]], Callable[[], Awaitable[Any]], Callable[[], float] | None]
+
+
+@asynccontextmanager
+async def engine_layer(config: EngineConfig) -> AsyncIterator[Layer]:
+    with BatchInferenceEngine(config) as engine:
+
+        async def run(n_new: int) -> None:
+            for prompt in prompts(config):
+                engine.add_request(prompt, params(n_new))
             while engine.has_work:
                 engine.step()
 
-        def counters() -> Counters:
-            return msgspec.convert(engine.stats(), Counters, from_attributes=True)
+        async def stats() -> Any:
+            return engine.stats()
 
-        def measure() -> Figures:
-            run(WARM_UP)
-            before, began = counters(), perf_counter()
-            run(setting.tokens)
-            seconds = perf_counter() - began
-            return figures(before, counters(), seconds)
-
-        answer_lines(measure)
+        yield run, stats, None
 
 
-async def answer(
-    setting: Setting,
-    run: Callable[[int], Awaitable[object]],
-    counters: Callable[[], Awaitable[Counters]],
-    cpu_time: Callable[[], float] | None,
-) -> None:
-    """Answers in an event loop: each time a warm-up, then `setting.tokens` of each stream."""
-    loop = asyncio.get_running_loop()
-
-    async def measure() -> Figures:
-        await run(WARM_UP)
-        before, cpu_before, began = await counters(), cpu_time() if cpu_time else 0.0, perf_counter()
-        await run(setting.tokens)
-        seconds, cpu = perf_counter() - began, cpu_time() - cpu_before if cpu_time else None
-        return figures(before, await counters(), seconds, cpu)
-
-    await asyncio.to_thread(answer_lines, lambda: asyncio.run_coroutine_threadsafe(measure(), loop).result())
-
-
-async def measure_client(
-    kind: type[LocalEngine | EngineProcess], setting: Setting, cpu_time: Callable[[], float] | None
-) -> None:
-    """Measures an engine behind its asyncio interface. `cpu_time`: of this process, if the engine is another one."""
-    client = kind(setting.config())
+@asynccontextmanager
+async def client_layer(kind: type[LocalEngine | EngineProcess], config: EngineConfig) -> AsyncIterator[Layer]:
+    """An engine behind its asyncio interface."""
+    client = kind(config)
 
     async def stream(prompt: str, n_new: int) -> None:
-        async for _ in client.submit(GenerationRequest(id=prompt, prompt=prompt, params=setting.params(n_new))):
+        async for _ in client.submit(GenerationRequest(id=prompt, prompt=prompt, params=params(n_new))):
             pass
 
-    async def counters() -> Counters:
-        return msgspec.convert(await client.stats(), Counters, from_attributes=True)
-
     async with client:
-        await answer(
-            setting, lambda n: asyncio.gather(*(stream(prompt, n) for prompt in setting.prompts())), counters, cpu_time
-        )
+        yield (
+            lambda n_new: asyncio.gather(*(stream(prompt, n_new) for prompt in prompts(config))), client.stats,
+            process_time if kind is EngineProcess else None,
+        )  # fmt: skip
 
 
-async def measure_http(setting: Setting) -> None:
+@asynccontextmanager
+async def http_layer(config: EngineConfig) -> AsyncIterator[Layer]:
     """The client is this process."""
     command = serve_command(
-        setting.model, "-np", setting.streams, "-c", setting.n_ctx, "--kv-layout", setting.kv_layout,
-        "-fa", setting.flash_attn, "--spec", "off", "-t", setting.threads,
+        config.model_path, "-np", config.n_parallel, "-c", config.n_ctx, "--kv-layout", config.kv_layout,
+        "-fa", config.flash_attn, "--spec", "off", "-t", config.n_threads,
     )  # fmt: skip
     with running_server(command) as running:
         front = psutil.Process(running.process.pid)
-        async with LoadClient(TargetServer(label="HTTP", url=running.url, model=""), LIMIT_S) as client:
+        async with load_client(running.url) as client:
 
             async def run(n_new: int) -> None:
-                requests = [LoadRequest(prompt, n_new) for prompt in setting.prompts()]
-                outcomes = await asyncio.gather(*(client.send(request, perf_counter()) for request in requests))
-                if failures := [outcome.failure for outcome in outcomes if outcome.failure]:
-                    raise failures[0]
+                sends = (client.send(LoadRequest(prompt, n_new), perf_counter()) for prompt in prompts(config))
+                for outcome in await asyncio.gather(*sends):
+                    if outcome.failure:
+                        raise outcome.failure
 
-            async def counters() -> Counters:
-                return msgspec.convert(await asyncio.to_thread(get_json, f"{running.url}/stats"), Counters)
+            yield (
+                run, partial(asyncio.to_thread, get_json, f"{running.url}/stats"),
+                lambda: process_time() + float(sum(front.cpu_times()[:2])),
+            )  # fmt: skip
 
-            await answer(setting, run, counters, lambda: process_time() + float(sum(front.cpu_times()[:2])))
+
+async def measure_layer(opened: AbstractAsyncContextManager[Layer], n_new: int) -> None:
+    """Answers questions in an event loop: each time a warm-up, then `n_new` tokens of each stream."""
+    loop = asyncio.get_running_loop()
+    async with opened as (run, stats, cpu_time):
+
+        async def counters() -> Counters:
+            return msgspec.convert(await stats(), Counters, from_attributes=True)
+
+        async def measure() -> Figures:
+            await run(WARM_UP)
+            before, cpu, began = await counters(), cpu_time() if cpu_time else 0.0, perf_counter()
+            await run(n_new)
+            seconds, used = perf_counter() - began, cpu_time() - cpu if cpu_time else None
+            after = await counters()
+            steps, tokens = after.steps - before.steps, after.generated_tokens - before.generated_tokens
+            return {
+                "speed": tokens / seconds, "rows": tokens / steps, "cpu": used and 100 * used / seconds,
+                "decode_ms": 1000 * (after.step_seconds["decode"] - before.step_seconds["decode"]) / steps,
+            }  # fmt: skip
+
+        await asyncio.to_thread(answer_lines, lambda: asyncio.run_coroutine_threadsafe(measure(), loop).result())
 
 
-LAYERS: dict[str, Callable[[Setting], None]] = {
-    BARE: measure_bare_loop,
-    ENGINE: measure_engine,
-    "LocalEngine": lambda setting: asyncio.run(measure_client(LocalEngine, setting, None)),
-    "EngineProcess": lambda setting: asyncio.run(measure_client(EngineProcess, setting, process_time)),
-    "HTTP": lambda setting: asyncio.run(measure_http(setting)),
+LAYERS: dict[str, Callable[[EngineConfig], AbstractAsyncContextManager[Layer]]] = {
+    ENGINE: engine_layer,
+    "LocalEngine": partial(client_layer, LocalEngine),
+    "EngineProcess": partial(client_layer, EngineProcess),
+    "HTTP": http_layer,
 }
+
+
+def child(name: str, config: EngineConfig, n_new: int) -> None:
+    if name == BARE:
+        measure_bare_loop(config, n_new)
+    else:
+        asyncio.run(measure_layer(LAYERS[name](config), n_new))
 
 
 def main() -> None:
     """Prints a row for each layer: medians, and the medians of the turns' ratios."""
     if sys.argv[1:2] == ["--child"]:
-        LAYERS[sys.argv[2]](msgspec.json.decode(sys.argv[3], type=Setting))
+        child(sys.argv[2], msgspec.json.decode(sys.argv[3], type=EngineConfig), int(sys.argv[4]))
         return
     parser = script_arguments(__doc__, turns=9)
     parser.add_argument("-n", "--streams", type=int, default=16, help="streams at once (16)")
@@ -216,16 +188,20 @@ def main() -> None:
     parser.add_argument("--kv-layout", choices=["unified", "per-sequence"], default="per-sequence")
     parser.add_argument("-fa", "--flash-attn", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("-t", "--threads", type=int, default=0)
-    args = vars(parser.parse_args())
-    n_turns = args.pop("turns")
-    setting = msgspec.json.encode(Setting(**{**args, "model": str(choose_model(args["model"]).absolute())})).decode()
+    args = parser.parse_args()
+    config = EngineConfig(
+        model_path=str(choose_model(args.model).absolute()), n_parallel=args.streams, kv_layout=args.kv_layout,
+        n_ctx=args.streams * (8 * PROMPT_TOKENS + args.tokens),  # a word may be several tokens
+        flash_attn=args.flash_attn, n_threads=args.threads, spec="off",
+    )  # fmt: skip
+    given, names = msgspec.json.encode(config).decode(), [BARE, *LAYERS]
     with ExitStack() as stack:
         layers = {
-            name: stack.enter_context(MeasuringChild([sys.executable, __file__, "--child", name, setting]))
-            for name in LAYERS
+            name: stack.enter_context(MeasuringChild([sys.executable, __file__, "--child", name, given, args.tokens]))
+            for name in names
         }
         # The first turn loads the model.
-        found = Comparison(LAYERS).measure(n_turns, lambda name, turn: layers[name].ask(), uncounted=1)
+        found = Comparison(names).measure(args.turns, lambda name, turn: layers[name].ask(), uncounted=1)
     print(found.table(COLUMNS, {"speed": "of the bare loop"}, digits=3), end="\n\n")
     print(found.table([], {"speed": "of the engine"}, base=ENGINE, digits=3))
 

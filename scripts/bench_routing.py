@@ -4,7 +4,8 @@
 .venv/bin/python scripts/bench_routing.py [-m model.gguf] [--replicas 3] [--turns 3] [--json FILE]
 
 Starts a Ray cluster on this machine and, for each router, replicas of the model. Clients hold conversations of three
-requests in the mean, without pauses. System prompts are shared; each turn of the benchmark has new ones.
+requests in the mean, without pauses. System prompts are shared; each turn of the benchmark has new ones. Lengths are
+log-normal: system prompts of 400 tokens in the median, 40 from the user in each request, answers of 24.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import asyncio
 import itertools
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from fleet.conversations import Conversation, Load, LogNormal, conversations
-from fleet.result import FleetRun, possible_hits
+import numpy as np
 from measuring import Comparison, script_arguments
 
 from cppbatch import EngineConfig, GenerationRequest, SamplingParams
+from cppbatch.bench.prompts import random_prompt
 from cppbatch.bench.report import Column
+from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.models.pull import choose_model
 from cppbatch.ray import cluster
 from cppbatch.ray.engine import RayEngine
@@ -36,6 +39,8 @@ COLUMNS = [
     Column("ttft_p50", "TTFT p50, s", 2),
 ]  # fmt: skip
 APPLICATION = "cppbatch-routing"
+NUMBERS = itertools.count()
+LONGEST, MORE = 1900, 2 / 3  # tokens of a sequence; the probability of another request after each
 
 
 def main() -> None:
@@ -94,50 +99,79 @@ def deploy(config: EngineConfig, router: str, n_replicas: int) -> RayEngine:
     return RayEngine(config, ServeReplicas(name))
 
 
+class Draw:
+    """Random tokens and lengths."""
+
+    def __init__(self, *seed: int, n_vocab: int) -> None:
+        self.rng, self._n_vocab = np.random.default_rng(seed), n_vocab
+
+    def length(self, median: float, sigma: float) -> int:
+        """`sigma`: the standard deviation of the logarithm."""
+        return max(1, round(median * float(np.exp(sigma * self.rng.standard_normal()))))
+
+    def tokens(self, n: int) -> list[int]:
+        tokens: list[int] = random_prompt(self.rng, n, self._n_vocab).tolist()
+        return tokens
+
+
+@dataclass
+class Turn:
+    """The requests of one turn of the benchmark."""
+
+    systems: list[list[int]]
+    """System prompts; the k-th most popular is used in proportion to 1 / k."""
+    used: set[int] = field(default_factory=set)
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    possible: int = 0
+    """Prompt tokens that an earlier request had, as prompt or as output, with the same tokens before."""
+    output: int = 0
+    ttft: list[float] = field(default_factory=list)
+
+
 async def run_turn(engine: RayEngine, turn: int, args: argparse.Namespace) -> dict[str, float]:
     """Lets clients take conversations, one after the other, until all are over."""
-    load = Load(
-        rate=1, seconds=1e9, seed=args.seed + turn, n_apps=args.apps, system_tokens=LogNormal(args.system_tokens, 0.3),
-        user_tokens=LogNormal(40, 0.5), output_tokens=LogNormal(24, 0.5), turns=3, max_tokens=1900,
-        n_vocab=min(32000, engine.info.n_vocab),
-    )  # fmt: skip
-    waiting = (conversation for _, conversation in itertools.islice(conversations(load), args.conversations))
-    run = FleetRun()
+    seed, n_vocab = args.seed + turn, min(32_000, engine.info.n_vocab)
+    draw = Draw(seed, n_vocab=n_vocab)
+    run = Turn([draw.tokens(min(draw.length(args.system_tokens, 0.3), LONGEST // 2)) for _ in range(args.apps)])
+    shares = 1 / np.arange(1, args.apps + 1)
+    apps = iter(enumerate(draw.rng.choice(args.apps, args.conversations, p=shares / shares.sum()).tolist()))
+    began = perf_counter()
 
     async def client() -> None:
-        for conversation in waiting:
-            await converse(engine, conversation, run)
+        for number, app in apps:
+            await converse(engine, Draw(seed, 1, number, n_vocab=n_vocab), app, run)
 
     await asyncio.gather(*(client() for _ in range(args.clients)))
-    prompt, cached, output = (
-        sum(getattr(request, name) for request in run.finished) for name in ("n_prompt", "n_cached", "n_output")
-    )
     return {
-        "hit_rate": 100 * cached / prompt, "computed_prompt_tokens": prompt - cached, "prompt_tokens": prompt,
-        "output_tokens_s": output / run.clock(), "ttft_p50": median(request.ttft for request in run.finished),
-        "requests": len(run.finished), "possible": 100 * possible_hits(run.finished, 0.0) / prompt,
+        "hit_rate": 100 * run.cached / run.prompt, "computed_prompt_tokens": run.prompt - run.cached,
+        "prompt_tokens": run.prompt, "output_tokens_s": run.output / (perf_counter() - began),
+        "ttft_p50": median(run.ttft), "requests": run.requests, "possible": 100 * run.possible / run.prompt,
     }  # fmt: skip
 
 
-async def converse(engine: RayEngine, conversation: Conversation, run: FleetRun) -> None:
-    """Holds a conversation. Each answer has its planned length; the next prompt has the tokens that the model gave."""
-    while (request := conversation.next_request()) is not None:
-        request.arrived_at, request.replica = run.clock(), 0
-        params = SamplingParams(temperature=0, max_tokens=request.n_output, ignore_eos=True)
-        output = list[int]()
-        async for event in engine.submit(
-            GenerationRequest(id=request.id, prompt=request.request.prompt, params=params)
-        ):
+async def converse(engine: EngineClient, draw: Draw, app: int, run: Turn) -> None:
+    """Holds a conversation: each prompt has the one before, its answer, and what the user writes then."""
+    history, known, number = run.systems[app], 0, 0
+    while not number or draw.rng.random() < MORE:
+        prompt, n_new = history + draw.tokens(draw.length(40, 0.5)), draw.length(24, 0.5)
+        if len(prompt) + n_new > LONGEST:
+            return
+        run.possible += known or len(history) * (app in run.used)
+        run.used.add(app)
+        params = SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True)
+        request = GenerationRequest(id=str(next(NUMBERS)), prompt=prompt, params=params)
+        output, began = list[int](), perf_counter()
+        async for event in engine.submit(request):
             if event.tokens and not output:
-                request.first_token_at = run.clock()
+                run.ttft.append(perf_counter() - began)
             output += event.tokens
             if event.usage:
-                request.n_cached = event.usage.cached_tokens
-        request.finished_at = run.clock()
-        assert len(output) == request.n_output
-        conversation.answered(output)
-        request.forget_tokens()
-        run.finished.append(request)
+                run.cached += event.usage.cached_tokens
+        assert len(output) == n_new
+        run.requests, run.prompt, run.output = run.requests + 1, run.prompt + len(prompt), run.output + n_new
+        history, known, number = prompt + output, len(prompt) + n_new - 1, number + 1
 
 
 if __name__ == "__main__":

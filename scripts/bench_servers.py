@@ -14,10 +14,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from measuring import Comparison, Figures, script_arguments
-from server_process import get_json, measure_server, running_servers, serve_command
+from server_process import (
+    add_load_options,
+    get_json,
+    make_load,
+    measure_server,
+    running_servers,
+    serve_command,
+)  # fmt: skip
 
-from cppbatch.bench.load.workload import PREFIX_TOKENS, SIZES, make_workload
-from cppbatch.bench.prompts import Lengths
+from cppbatch.bench.load.workload import SIZES
 from cppbatch.bench.report import Column
 from cppbatch.models.pull import choose_model
 
@@ -48,16 +54,11 @@ def main() -> None:
     parser.add_argument("settings", nargs="+", type=setting, metavar="NAME[@CLIENTS]=FLAGS")
     parser.add_argument("--load", choices=SIZES, default="mixed")
     parser.add_argument("--requests", type=int, default=48, help="of each turn (48)")
-    parser.add_argument("--prefix-tokens", type=int, default=PREFIX_TOKENS, help=f"of shared-prefix ({PREFIX_TOKENS})")
-    for what in ("prompt", "output"):
-        parser.add_argument(f"--{what}-tokens", type=lambda n: Lengths(int(n), int(n)), help="(as the load says)")
+    add_load_options(parser)
     parser.add_argument("--serve", default="-np 16 -c 16384", help="flags of all servers (-np 16 -c 16384)")
     args = parser.parse_args()
     settings: dict[str, Setting] = {each.name: each for each in args.settings}
-    workload = make_workload(
-        args.load, args.requests, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens,
-        prefix_tokens=args.prefix_tokens,
-    )  # fmt: skip
+    workload = make_load(args, args.load, args.requests)
     model = choose_model(args.model)
     commands = {each.name: serve_command(model, *args.serve.split(), *each.flags.split()) for each in settings.values()}
     with running_servers(commands) as servers:

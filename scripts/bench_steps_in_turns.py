@@ -14,7 +14,6 @@ With a model that `scripts/bench_draft_head.py --models` kept, --cycle measures 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -35,6 +34,27 @@ CYCLE = range(8, 512)  # tokens, in the order in which the model of bench_draft_
 SPIN_S = 0.006  # how long compute threads of the engine that stepped last wait on their cores for more (libgomp)
 WORKER = "worker"
 
+Request = tuple["str | list[int]", int]
+"""A prompt and the number of new tokens."""
+
+
+def make_requests(seed: int, n: int, shortest: int, longest: int, load: str) -> list[Request]:
+    """Returns the same requests for the same arguments. `load`: mixed, samples or cycle."""
+    from cppbatch.bench.prompts import random_text
+
+    chance = random.Random(seed)
+
+    def mixed() -> Request:
+        prompt = random_text(chance, int(math.exp(chance.uniform(math.log(shortest), math.log(longest)))))
+        return prompt, chance.randint(MIN_NEW, MAX_NEW)
+
+    if load == "samples":
+        return [(random_text(chance, shortest), SAMPLES_NEW)] * n
+    if load == "cycle":
+        starts = [chance.randrange(len(CYCLE)) for _ in range(n)]
+        return [([*CYCLE, *CYCLE][start : start + shortest], SAMPLES_NEW) for start in starts]
+    return [mixed() for _ in range(n)]
+
 
 class Worker:
     """An engine that steps on request. At most `at_once` requests run; the next one is added when one has ended."""
@@ -49,33 +69,14 @@ class Worker:
         self._engine = BatchInferenceEngine(EngineConfig(model, **{**sizes, **settings}))
         self._at_once = at_once
 
-    def begin(self, seed: int, n_requests: int, shortest: int, longest: int, load: str) -> None:
-        """Begins a round of requests, the same for all workers. `load`: mixed, samples or cycle."""
-        from cppbatch.bench.prompts import random_text
-
-        chance = random.Random(seed)
-        self._temperature = 0.8
-        self._waiting: list[tuple[str | list[int], int]]
-        if load == "samples":
-            self._waiting = [(random_text(chance, shortest), SAMPLES_NEW)] * n_requests
-        elif load == "cycle":
-            self._temperature = 0.0
-            starts = [chance.randrange(len(CYCLE)) for _ in range(n_requests)]
-            self._waiting = [([*CYCLE, *CYCLE][start : start + shortest], SAMPLES_NEW) for start in starts]
-        else:
-            self._waiting = [
-                (
-                    random_text(chance, int(math.exp(chance.uniform(math.log(shortest), math.log(longest))))),
-                    chance.randint(MIN_NEW, MAX_NEW),
-                )
-                for _ in range(n_requests)
-            ]
-        self._now_s = 0.0
+    def begin(self, *load: Any) -> None:
+        """Begins a round of requests, the same for all workers. `load`: as `make_requests`."""
+        self._waiting, self._temperature = make_requests(*load), 0.0 if load[-1] == "cycle" else 0.8
+        self._now_s, self._n_tokens = 0.0, 0
         self._started: dict[str, float] = {}
         self._latest: dict[str, float] = {}
         self._gaps: list[float] = []
         self._ttft: list[float] = []
-        self._n_tokens = 0
         for _ in range(self._at_once):
             self._add()
 
@@ -84,10 +85,8 @@ class Worker:
 
         if self._waiting:
             prompt, n_new = self._waiting.pop()
-            params = SamplingParams(
-                max_tokens=n_new, temperature=self._temperature, seed=len(self._waiting), ignore_eos=True
-            )
-            self._started[self._engine.add_request(prompt, params)] = self._now_s
+            fields: dict[str, Any] = {"temperature": self._temperature, "seed": len(self._waiting), "ignore_eos": True}
+            self._started[self._engine.add_request(prompt, SamplingParams(max_tokens=n_new, **fields))] = self._now_s
 
     def step(self) -> bool:
         """Computes one batch. Returns whether there is more to compute."""
@@ -114,16 +113,16 @@ class Worker:
         return found | {"longest": 1000 * gaps[-1], "first token, p95": 1000 * ttft[len(ttft) * 95 // 100]}
 
 
-def work(model: str, at_once: int, settings: dict[str, Any]) -> None:
+def work(model: str, at_once: str, settings: str) -> None:
     """The process of a variant: answers as `answer_lines`, which another tree may not have."""
-    worker = Worker(model, at_once, settings)
+    worker = Worker(model, int(at_once), json.loads(settings or "{}"))
     for line in sys.stdin:
         name, *args = json.loads(line)
         print("answer " + json.dumps(getattr(worker, name)(*args)), flush=True)
 
 
 def run_round(variants: Sequence[MeasuringChild], seed: int, *load: int | str) -> list[dict[str, float]]:
-    """Returns the report of each variant for one round. `load`: as `Worker.begin`."""
+    """Returns the report of each variant for one round. `load`: as `make_requests`."""
     for variant in variants:
         variant.ask("begin", seed, *load)
     left, order = list(variants), random.Random(seed)
@@ -134,52 +133,33 @@ def run_round(variants: Sequence[MeasuringChild], seed: int, *load: int | str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Prints a row for each variant: medians, with those of the ratios to the first variant and their range."""
+    if sys.argv[1:2] == [WORKER]:
+        return work(*sys.argv[2:])
+    from measuring import Comparison, MeasuringChild, markdown_table, script_arguments
+
+    parser = script_arguments(__doc__)
     parser.add_argument("variants", nargs="+", metavar="NAME=TREE[:JSON]", help="JSON: fields of EngineConfig")
-    parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("-B", dest="at_once", type=int, default=16)
     parser.add_argument("--requests", type=int, default=32, help="of a round")
     parser.add_argument("--shortest", type=int, default=20, help="prompt tokens (20)")
     parser.add_argument("--longest", type=int, default=500, help="prompt tokens (500)")
     loads = parser.add_mutually_exclusive_group()
-    loads.add_argument(
-        "--samples", dest="load", action="store_const", const="samples",
-        help="all requests of a round are samples of one prompt",
-    )  # fmt: skip
-    loads.add_argument(
-        "--cycle", dest="load", action="store_const", const="cycle", help="the text of bench_draft_head.py's model"
-    )
-    parser.set_defaults(load="mixed")
+    for load, about in (
+        ("samples", "all requests of a round are samples of one prompt"),
+        ("cycle", "the text of bench_draft_head.py's model"),
+    ):
+        loads.add_argument(f"--{load}", dest="load", action="store_const", const=load, default="mixed", help=about)
     parser.add_argument("--rounds", type=int, default=5)
-    if sys.argv[1:2] == [WORKER]:
-        args = parser.parse_args(sys.argv[2:])
-        return work(str(args.model), args.at_once, json.loads(args.variants[0]))
     args = parser.parse_args()
-    measure(args)
-    return None
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Prints a row for each variant: medians, with those of the ratios to the first variant and their range."""
-    from measuring import Comparison, MeasuringChild, markdown_table  # not in a worker: its tree may be an older one
-
+    if not args.model:
+        parser.error("-m MODEL is missing")  # other trees may have another default
+    worker = [sys.executable, __file__, WORKER, Path(args.model).resolve(), args.at_once]
     named = {name: value.partition(":") for name, _, value in (each.partition("=") for each in args.variants)}
     with ExitStack() as stack:
         variants = [
             stack.enter_context(
-                MeasuringChild(
-                    [
-                        sys.executable,
-                        __file__,
-                        WORKER,
-                        "-m",
-                        args.model.resolve(),
-                        "-B",
-                        args.at_once,
-                        settings or "{}",
-                    ],
-                    env={**os.environ, "PYTHONPATH": str(Path(tree).resolve())},
-                )
+                MeasuringChild([*worker, settings], env={**os.environ, "PYTHONPATH": str(Path(tree).resolve())})
             )
             for tree, _, settings in named.values()
         ]
@@ -198,6 +178,7 @@ def measure(args: argparse.Namespace) -> None:
             row.append(f"{found.median(name, title):,.0f}{text}")
         rows.append(row)
     print(markdown_table(["", *titles], rows))
+    return None
 
 
 if __name__ == "__main__":

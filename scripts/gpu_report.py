@@ -78,8 +78,7 @@ class Page:
     """The report and its time limit."""
 
     def __init__(self, path: Path, seconds: float) -> None:
-        self.path = path
-        self.failed = 0
+        self.path, self.failed = path, 0
         self._began = time.monotonic()
         self._end = self._began + seconds
         self._blocks: list[str] = []
@@ -92,9 +91,7 @@ class Page:
     def add_failure(self, why: str, output: str = "") -> None:
         """Appends an error and the end of the output."""
         self.failed += 1
-        self.add(f"**Failed**: {why}.")
-        if output.strip():
-            self.add(as_code("\n".join(output.strip().splitlines()[-OUTPUT_LINES:])))
+        self.add("\n\n".join([f"**Failed**: {why}.", *([last_lines(output)] if output.strip() else [])]))
 
     def seconds_left(self) -> float:
         return self._end - time.monotonic()
@@ -102,46 +99,41 @@ class Page:
     def seconds_elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def part(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> None:
-        """Adds a section with this title, as `run`."""
-        self.add(f"### {title}")
-        self.run(title, command, seconds, show)
-
-    def run(self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str]) -> str | None:
-        """Adds a command and its result, formatted by `show`. Returns that; None if the command failed."""
+    def run(
+        self, title: str, command: Command, seconds: float, show: Callable[[CommandResult], str], heading: str = "###"
+    ) -> bool:
+        """Adds a section with a command and its result, formatted by `show`. Returns whether it succeeded. `heading`:
+        its marks; empty: the section has begun."""
+        if heading:
+            self.add(f"{heading} {title}")
         if self.seconds_left() < MIN_SECONDS:
             self.add_failure("not begun, because the time for the whole report (--minutes) is over")
-            return None
+            return False
         print(f"{self.seconds_elapsed():4.0f} s  {title}", file=sys.stderr, flush=True)
         self.add(shell_line(command))
-        outcome = run_with_timeout(
-            list(map(str, command)), min(seconds, self.seconds_left()), env=environment(), cwd=ROOT
-        )
+        outcome = run_with_timeout(list(map(str, command)), min(seconds, self.seconds_left()))
         if outcome.failure:
             self.add_failure(outcome.failure, outcome.output)
-            return None
+            return False
         try:
-            shown = show(outcome)
+            self.add(f"{show(outcome)}\n\nTook {outcome.seconds:.1f} s.")
         except (OSError, ValueError, LookupError) as error:  # the command succeeded, but its result is unreadable
             self.add_failure(f"its result cannot be read: {error}", outcome.output)
-            return None
-        self.add(f"{shown}\n\nTook {outcome.seconds:.1f} s.")
-        return shown
+            return False
+        return True
 
 
 def as_code(text: str) -> str:
     return f"```text\n{text.replace('```', chr(39) * 3)}\n```"
 
 
+def last_lines(output: str) -> str:
+    return as_code("\n".join(output.strip().splitlines()[-OUTPUT_LINES:]))
+
+
 def shell_line(command: Command) -> str:
     """Formats a command as in a shell."""
     return as_code(shlex.join("python" if word == PYTHON else str(word) for word in command))
-
-
-def environment() -> dict[str, str]:
-    """Returns an environment in which child processes import this checkout's package."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def numbers(values: tuple[int, ...]) -> str:
@@ -163,94 +155,78 @@ class Measurement:
     def all(self) -> None:
         """Runs all parts; parts to be compared run one after the other."""
         self.page.add(f"## {self.model.stem}")
-        self.batched_bench()
-        self.engine()
-        self.sampling()
+        for layout in ("unified", "per-sequence"):
+            self.batched_bench(layout)
+        title = "The engine, and where the time of a step goes"
+        self.engine(title, self.sizes.batch_sizes, "unified,per-sequence", "greedy", "backend", seconds=150)
+        for where in ("host", "backend"):
+            self.engine(f"Sampling: {where}", self.sizes.sampled, "unified", "defaults", where, seconds=75)
         self.servers()
 
-    def batched_bench(self) -> None:
-        sizes, binary = self.sizes, self._peer("llama-batched-bench")
-        for name, flags in (("unified", ["-kvu"]), ("per-sequence", [])):
-            title = f"llama-batched-bench, {name}"
-            if not binary:
-                self.page.add(f"### {title}\n\n{self._missing('llama-batched-bench')}")
-                continue
-            cells = max(sizes.batch_sizes) * (sizes.prompt + sizes.new)
-            command = [
-                binary, "-m", self.model, "-ngl", self.gpu_layers, "-c", cells, "-b", 2048, "-ub", 512, "-fa", "on",
-                "-npp", sizes.prompt, "-ntg", sizes.new, "-npl", numbers(sizes.batch_sizes), *flags,
-            ]  # fmt: skip
-            self.page.part(title, command, 60, its_table)
+    def batched_bench(self, layout: str) -> None:
+        sizes, title = self.sizes, f"llama-batched-bench, {layout}"
+        self.page.add(f"### {title}")
+        if not (binary := self._peer("llama-batched-bench")):
+            return
+        cells = max(sizes.batch_sizes) * (sizes.prompt + sizes.new)
+        command = [
+            binary, "-m", self.model, "-ngl", self.gpu_layers, "-c", cells, "-b", 2048, "-ub", 512, "-fa", "on",
+            "-npp", sizes.prompt, "-ntg", sizes.new, "-npl", numbers(sizes.batch_sizes),
+            *(["-kvu"] if layout == "unified" else []),
+        ]  # fmt: skip
+        self.page.run(title, command, 60, its_table, "")
 
-    def engine(self) -> None:
-        command, show = self._throughput(self.sizes.batch_sizes, "unified,per-sequence", "greedy", "backend")
-        self.page.part("The engine, and where the time of a step goes", command, 150, show)
-
-    def sampling(self) -> None:
-        for where in ("host", "backend"):
-            command, show = self._throughput(self.sizes.sampled, "unified", "defaults", where)
-            self.page.part(f"Sampling: {where}", command, 75, show)
+    def engine(
+        self, title: str, batch_sizes: tuple[int, ...], layouts: str, kinds: str, sampling: str, *, seconds: float
+    ) -> None:
+        sizes, file = self.sizes, self.folder / f"{kinds}-{sampling}.json"
+        command = [
+            *CPPBATCH, "bench", "throughput", "-m", self.model, "-ngl", self.gpu_layers, "-B", numbers(batch_sizes),
+            "--layouts", layouts, "--flash-attns", "on", "--sampling", sampling, "--kinds", kinds,
+            "--prompt-tokens", sizes.prompt, "--new-tokens", sizes.new, "--repeats", sizes.repeats, "--json", file,
+        ]  # fmt: skip
+        self.page.run(title, command, seconds, lambda _: with_phases(read_report(file)))
 
     def servers(self) -> None:
-        self.page.add("### Servers under load")
-        sizes, port = self.sizes, {name: free_port() for name in ("ours", "llama-server", "llama-server-bs")}
+        sizes, file, title = self.sizes, self.folder / "serve.json", "Servers under load"
         common = ["-m", self.model, "-ngl", self.gpu_layers, "-c", sizes.cells, "-np", sizes.concurrency, "-fa", "on"]
-        commands: dict[str, Command] = {"ours": [*CPPBATCH, "serve", "--port", port["ours"], *common]}
+        commands: dict[str, Command] = {"ours": [*CPPBATCH, "serve", *common]}
+        self.page.add(f"### {title}")
         if binary := self._peer("llama-server"):
-            plain = [binary, *common, "--cache-ram", 0, "--no-ui", "--port"]
-            commands["llama-server"] = [*plain, port["llama-server"]]
-            commands["llama-server-bs"] = [*plain, port["llama-server-bs"], "--backend-sampling"]
-        else:
-            self.page.add(self._missing("llama-server"))
+            commands["llama-server"] = [binary, *common, "--cache-ram", 0, "--no-ui"]
+            commands["llama-server-bs"] = [*commands["llama-server"], "--backend-sampling"]
         with ExitStack() as stack:
-            urls = [
-                f"{name}=http://127.0.0.1:{port[name]}"
-                for name, command in commands.items()
-                if self._start(stack, name, command, port[name])
-            ]
+            urls = [url for name, command in commands.items() for url in self._start(stack, name, command)]
+            command = [
+                *CPPBATCH, "bench", "serve", *urls, "--workload", "mixed", "--requests", sizes.requests,
+                "--concurrency", sizes.concurrency, "--repeats", sizes.repeats, "--json", file,
+            ]  # fmt: skip
             if urls:
-                self._load(urls)
+                self.page.run(title, command, 120, lambda _: markdown(read_report(file)), "")
 
-    def _start(self, stack: ExitStack, name: str, command: Command, port: int) -> bool:
-        """Starts a server. Returns whether it is ready; if not, the report gives the reason."""
+    def _start(self, stack: ExitStack, name: str, command: Command) -> list[str]:
+        """Starts a server. Returns `--url` and its address; if it does not get ready, the report gives the reason."""
+        port = free_port()
+        command = [*command, "--port", port]
         self.page.add(shell_line(command))
         try:
-            server = stack.enter_context(ChildProcess(list(map(str, command)), env=environment(), cwd=ROOT))
+            server = stack.enter_context(ChildProcess(list(map(str, command))))
         except OSError as error:
             self.page.add_failure(f"{name} could not be started: {error}")
-            return False
-        problem = server.wait_for(f"http://127.0.0.1:{port}/health", min(60, self.page.seconds_left()))
-        if problem:
+            return []
+        if problem := server.wait_for(f"http://127.0.0.1:{port}/health", min(60, self.page.seconds_left())):
             self.page.add_failure(f"{name} {problem}", server.output())
-        return not problem
-
-    def _load(self, urls: list[str]) -> None:
-        sizes, file = self.sizes, self.folder / "serve.json"
-        named = [word for url in urls for word in ("--url", url)]
-        command = [
-            *CPPBATCH, "bench", "serve", *named, "--workload", "mixed", "--requests", sizes.requests,
-            "--concurrency", sizes.concurrency, "--repeats", sizes.repeats, "--json", file,
-        ]  # fmt: skip
-        self.page.run("Servers under load", command, 120, lambda _: markdown(read_report(file)))
-
-    def _throughput(
-        self, batch_sizes: tuple[int, ...], layouts: str, kinds: str, sampling: str
-    ) -> tuple[Command, Callable[[CommandResult], str]]:
-        sizes, file = self.sizes, self.folder / f"{kinds}-{sampling}.json"
-        command = [*CPPBATCH, "bench", "throughput", "-m", self.model, "-ngl", self.gpu_layers]
-        command += ["-B", numbers(batch_sizes), "--layouts", layouts, "--flash-attns", "on", "--sampling", sampling]
-        command += ["--kinds", kinds, "--prompt-tokens", sizes.prompt, "--new-tokens", sizes.new]
-        command += ["--repeats", sizes.repeats, "--json", file]
-        return command, lambda _: with_phases(read_report(file))
+            return []
+        return ["--url", f"{name}=http://127.0.0.1:{port}"]
 
     def _peer(self, name: str) -> Path | None:
+        """Returns a program of the peers; if there is none, the report says so."""
         folders = [self.peers / "bin", self.peers] if self.peers else []
-        found = shutil.which(name, path=os.pathsep.join(map(str, folders))) if folders else None
-        return Path(found).resolve() if found else None
-
-    def _missing(self, name: str) -> str:
+        if found := shutil.which(name, path=os.pathsep.join(map(str, folders))) if folders else None:
+            return Path(found).resolve()
         where = f"there is no {name} in {self.peers} or its bin folder" if self.peers else "--peers was not given"
-        return f"{name} was not measured: {where}."
+        self.page.add(f"{name} was not measured: {where}.")
+        return None
 
 
 def read_report(path: Path) -> Report:
@@ -300,17 +276,14 @@ def its_table(outcome: CommandResult) -> str:
 
 def about_machine(page: Page) -> None:
     """Adds the first section, with a note if there is no GPU."""
-    page.add("## Machine and build")
     machines: list[Machine] = []
 
     def show(outcome: CommandResult) -> str:
-        machine = msgspec.json.decode(outcome.output.strip().splitlines()[-1], type=Machine)
-        machines.append(machine)
-        return markdown_table(
-            ["", ""], [[name, format_value(value)] for name, value in msgspec.to_builtins(machine).items()]
-        )
+        machines.append(msgspec.json.decode(outcome.output.strip().splitlines()[-1], type=Machine))
+        fields = msgspec.to_builtins(machines[0])
+        return markdown_table(["", ""], [[name, format_value(value)] for name, value in fields.items()])
 
-    page.run("Machine and build", [PYTHON, "-c", PRINT_MACHINE], 60, show)
+    page.run("Machine and build", [PYTHON, "-c", PRINT_MACHINE], 60, show, "##")
     if machines and not machines[0].devices:
         page.add("**No GPU was there, or none that this build can use: all figures are the CPU's.**")
 
@@ -323,37 +296,30 @@ def format_value(value: object) -> str:
 
 def made_model(page: Page, shape: str, folder: Path) -> Path | None:
     """Writes a random-weight file of this shape. Returns None if that failed."""
-    page.add(f"## A model of the shape {shape}")
-    model = folder / f"synthetic-{shape}-Q4_0.gguf"
+    model, vocab_source = folder / f"synthetic-{shape}-Q4_0.gguf", models_folder() / DEFAULT.file_name
     command = [PYTHON, "scripts/synthetic_model.py", model, "--shape", shape, "--type", "Q4_0"]
-    vocab_source = models_folder() / DEFAULT.file_name
     command += ["--vocab-from", vocab_source.absolute() if vocab_source.is_file() else "bytes"]
-    return model if page.run(f"Writing {shape}", command, 180, lambda done: as_code(done.output.strip())) else None
-
-
-def gpu_tests(page: Page, sizes: Sizes) -> None:
-    """Runs the tests that compute on the device with tiny models."""
-    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [f"tests/integration/{name}.py" for name in sizes.tests]
-    page.add("## Tests")
-    page.run("Tests", command, 120, lambda done: as_code("\n".join(done.output.strip().splitlines()[-OUTPUT_LINES:])))
+    is_written = page.run(f"A model of the shape {shape}", command, 180, lambda done: last_lines(done.output), "##")
+    return model if is_written else None
 
 
 def main() -> None:
     """Writes the report. The exit code is 0 even if parts failed; the report names them."""
     args = _arguments()
-    page = Page(args.output, args.minutes * 60)
+    os.chdir(ROOT)  # where child processes import this checkout's package and find its files
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    page, sizes = Page(args.output, args.minutes * 60), SMALL if args.small else Sizes()
     page.add(f"# GPU report\n\nWritten by scripts/gpu_report.py, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}.")
-    sizes = SMALL if args.small else Sizes()
+    tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    tests += [f"tests/integration/{name}.py" for name in sizes.tests]  # compute on the device with tiny models
     try:
         about_machine(page)
         for named in args.model or ["1B"]:
             with tempfile.TemporaryDirectory(prefix="gpu-report-") as name:
                 folder = Path(name)
-                model = made_model(page, named, folder) if named in SHAPES else Path(named).absolute()
-                if model:
+                if model := made_model(page, named, folder) if named in SHAPES else named:
                     Measurement(page, sizes, model, args.gpu_layers, args.peers, folder).all()
-        gpu_tests(page, sizes)
+        page.run("Tests", tests, 120, lambda done: last_lines(done.output), "##")
     except KeyboardInterrupt:
         page.add_failure("interrupted here")
         sys.exit(130)
@@ -362,19 +328,28 @@ def main() -> None:
     print(f"{args.output}: {parts} failed, {page.seconds_elapsed():.0f} s", file=sys.stderr)
 
 
+def absolute(path: str) -> Path:
+    return Path(path).absolute()
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "-m", "--model", action="append", metavar=f"FILE|{'|'.join(SHAPES)}", help="may be given several times (1B)"
+        "-m",
+        "--model",
+        action="append",
+        type=lambda name: name if name in SHAPES else absolute(name),
+        metavar=f"FILE|{'|'.join(SHAPES)}",
+        help="may be given several times (1B)",
     )
     parser.add_argument("-ngl", "--gpu-layers", type=int, default=99)
-    parser.add_argument("--peers", type=lambda path: Path(path).absolute(), help="folder with llama.cpp's programs")
-    parser.add_argument("-o", "--output", type=Path, default=Path("gpu-report.md"))
+    parser.add_argument("--peers", type=absolute, help="folder with llama.cpp's programs")
+    parser.add_argument("-o", "--output", type=absolute, default=Path("gpu-report.md").absolute())
     parser.add_argument("--minutes", type=float, default=8, help="for the whole report (8)")
     parser.add_argument("--small", action="store_true", help="minimal sizes, to see whether it works")
     args = parser.parse_args()
-    if not args.output.absolute().parent.is_dir():
-        parser.error(f"-o {args.output}: there is no folder {args.output.absolute().parent}")
+    if not args.output.parent.is_dir():
+        parser.error(f"-o {args.output}: there is no folder {args.output.parent}")
     if args.minutes <= 0:
         parser.error(f"--minutes is {args.minutes:g}: must be above 0")
     return args

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from cppbatch.bench.report import Column, Spread, order_of_turn
 
 Figures = Mapping[str, float | None]
@@ -113,6 +115,11 @@ def markdown_table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
     return "\n".join(
         "| " + " | ".join(" ".join(each.split()).replace("|", "\\|") for each in line) + " |" for line in lines
     )
+
+
+def milliseconds(seconds: Sequence[float], percentile: float) -> float | None:
+    """Returns a percentile of these times; None without any."""
+    return 1000 * float(np.percentile(seconds, percentile)) if len(seconds) else None
 
 
 class MeasuringChild:

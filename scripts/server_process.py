@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import socket
@@ -22,9 +23,10 @@ from cppbatch.errors import UnusableServer
 from cppbatch.interrupts import interrupt_on_termination
 
 if TYPE_CHECKING:
-    from cppbatch.bench.load.workload import Workload
+    from cppbatch.bench.load.client import LoadClient
+    from cppbatch.bench.load.workload import Endpoint, Workload
 
-_HTTP_SECONDS = 600
+_HTTP_SECONDS, _LOAD_SECONDS = 600, 3600
 
 
 class CommandResult(NamedTuple):
@@ -44,9 +46,7 @@ class ChildProcess:
     SIGKILL of this process ends the command too.
     """
 
-    def __init__(
-        self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str | Path]) -> None:
         """Starts the command. Raises OSError."""
         interrupt_on_termination()
         self._folder = tempfile.TemporaryDirectory(prefix="cppbatch-child-")
@@ -55,7 +55,7 @@ class ChildProcess:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     list(map(str, command)),
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=cwd, preexec_fn=ends_with_parent(),  # noqa: PLW1509
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=ends_with_parent(),  # noqa: PLW1509
                 )  # fmt: skip
         except BaseException:
             self._folder.cleanup()
@@ -103,13 +103,11 @@ class ChildProcess:
         self._folder.cleanup()
 
 
-def run_with_timeout(
-    command: Sequence[str | Path], seconds: float, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> CommandResult:
+def run_with_timeout(command: Sequence[str | Path], seconds: float) -> CommandResult:
     """Runs a command and kills it after `seconds`. Does not raise if the command fails."""
     began = time.monotonic()
     try:
-        with ChildProcess(command, env=env, cwd=cwd) as child:
+        with ChildProcess(command) as child:
             code = child.wait(seconds)
             output = child.output()
     except OSError as error:
@@ -127,13 +125,12 @@ class RunningServer(NamedTuple):
     process: ChildProcess
 
 
-def cpu_seconds(pid: int, name: str = "") -> float:
-    """CPU time of the process's descendants whose names contain `name`; without it, the process's own time too."""
+def cpu_seconds(pid: int) -> float:
+    """CPU time of the process and its descendants."""
     process, total = psutil.Process(pid), 0.0
-    for each in [*([] if name else [process]), *process.children(recursive=True)]:
+    for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if name in each.name():
-                total += sum(each.cpu_times()[:2])
+            total += sum(each.cpu_times()[:2])
     return total
 
 
@@ -183,13 +180,38 @@ def post_json(url: str, body: object) -> Any:
         return json.load(answer)
 
 
+def load_client(url: str, endpoint: Endpoint = "completions") -> LoadClient:
+    """Returns the client of `cppbatch bench serve` for one server: a context manager that sends streaming requests."""
+    from cppbatch.bench.load.client import LoadClient, TargetServer
+
+    return LoadClient(TargetServer(label="server", url=url, model="", endpoint=endpoint), _LOAD_SECONDS)
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes of a load's requests, as `cppbatch bench serve` names them, for `make_load`."""
+    from cppbatch.bench.load.workload import PREFIX_TOKENS
+    from cppbatch.bench.prompts import Lengths
+
+    for what in ("prompt", "output"):
+        parser.add_argument(f"--{what}-tokens", type=lambda n: Lengths(int(n), int(n)), help="(as the load says)")
+    parser.add_argument("--prefix-tokens", type=int, default=PREFIX_TOKENS, help=f"of shared-prefix ({PREFIX_TOKENS})")
+
+
+def make_load(args: argparse.Namespace, kind: str, n_requests: int, **others: Any) -> Workload:
+    """Returns the load of this kind with the sizes of the options."""
+    from cppbatch.bench.load.workload import make_workload
+
+    sizes = {name: getattr(args, name) for name in ("prompt_tokens", "output_tokens", "prefix_tokens")}
+    return make_workload(kind, n_requests, **{**sizes, **others})
+
+
 def measure_server(
     url: str, workload: Workload, *, seed: int, concurrency: int = 16, warmup: int = 0, timeout: float = 300
 ) -> dict[str, Any]:
     """Puts a load on one server and returns its figures: those of a row of the report, as numbers, by key."""
     from cppbatch.bench.load.compare_servers import compare_servers
     from cppbatch.bench.load.target import Target
-    from cppbatch.bench.load.workload import Endpoint, LoadSettings
+    from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Spread
     from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 

@@ -11,7 +11,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from cppbatch.bench.report import Column, Report, from_zero, new_figure
+from cppbatch.bench.report import Column, Report, doubling_axis, new_figure, plot_line
 from cppbatch.config import MAX_SEQ_IDS, EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.media.input import CACHE_BYTES
@@ -314,14 +314,10 @@ def memory_overhead(config: EngineConfig) -> Report:
 def plot_overhead(report: Report) -> Figure:
     """Plots a line for each length, and the goal."""
     figure, (axes,) = new_figure(report)
-    sizes = [row["batch_size"] for row in report.rows]
     for length in _LENGTHS:
-        axes.plot(sizes, [row[f"over_{length}"] for row in report.rows], "o-", label=f"{length} tokens")
+        plot_line(axes, _SIZES, (row[f"over_{length}"] for row in report.rows), label=f"{length} tokens")
     axes.axhline(GOAL, color="tab:red", linestyle="--", label=f"goal: {GOAL:.0f}%")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, list(map(str, sizes)))
-    axes.set_xlabel("sequences at once (B)")
+    doubling_axis(axes, _SIZES, "sequences at once (B)")
     axes.set_ylabel("% over one sequence")
-    from_zero(axes)
     axes.legend(fontsize=7)
     return figure

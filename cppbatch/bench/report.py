@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -144,6 +144,35 @@ def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
     for each in axes:
         each.grid(visible=True, alpha=0.3)
     return figure, list(axes)
+
+
+def by_name(rows: Iterable[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of each name, by batch size."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["batch_size"]):
+        found.setdefault(name(row), []).append(row)
+    return found
+
+
+def plot_line(axes: Any, xs: Iterable[float], ys: Iterable[Any], style: str = "o-", **more: Any) -> Any:
+    """Draws a line through these points, medians of spreads. Returns it."""
+    return axes.plot(list(xs), [y.median if isinstance(y, Spread) else y for y in ys], style, **more)[0]
+
+
+def plot_bars(axes: Any, places: Iterable[float], spreads: Iterable[Spread | None], **style: Any) -> Any:
+    """Draws bars with their range; none for a figure that was not measured. Returns them."""
+    known = [(place, spread) for place, spread in zip(places, spreads, strict=True) if spread]
+    heights = [spread.median for _, spread in known]
+    ranges = [[spread.median - spread.low for _, spread in known], [spread.high - spread.median for _, spread in known]]
+    return axes.bar([place for place, _ in known], heights, yerr=ranges, capsize=3, **style)
+
+
+def doubling_axis(axes: Any, sizes: Sequence[int], label: str) -> None:
+    """Makes the x axis logarithmic, with a mark for each of these sizes, and the y axis start at 0."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, list(map(str, sizes)))
+    axes.set_xlabel(label)
+    from_zero(axes)
 
 
 def from_zero(axes: Any) -> None:

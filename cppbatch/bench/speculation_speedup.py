@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from cppbatch.bench.prompts import check_can_run, check_least
-from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure, order_of_turn
+from cppbatch.bench.report import Column, Report, Spread, by_name, from_zero, new_figure, order_of_turn, plot_line
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.request import FinishReason, RequestOptions, RequestUsage
+from cppbatch.engine.request import FinishReason, RequestUsage
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import GenerationFailed
 from cppbatch.sizing.machine import this_machine
@@ -69,7 +69,6 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     usage: RequestUsage
-    text: str = ""
 
 
 class WorkloadRun(msgspec.Struct, frozen=True):
@@ -153,42 +152,29 @@ def chat_prompt(info: ModelInfo, message: str) -> str:
 
 
 def run_prompts(
-    engine: BatchInferenceEngine,
-    prompts: Sequence[str],
-    params: SamplingParams,
-    at_once: int,
-    *,
-    salt: str,
-    predictions: Sequence[str] = (),
+    engine: BatchInferenceEngine, prompts: Sequence[str], params: SamplingParams, at_once: int, *, salt: str
 ) -> WorkloadRun:
     """Runs all prompts, `at_once` of them at a time, each with its own seed.
 
-    `salt`: prefixes and drafts are only reused in runs with the same salt. `predictions`: the only source of drafts of
-    each request. Raises `GenerationFailed`.
+    `salt`: prefixes and drafts are only reused in runs with the same salt. Raises `GenerationFailed`.
     """
     engine.clear_prefix_cache()
     waiting = deque(enumerate(prompts))
     tokens: dict[str, list[int]] = {}
-    texts: dict[str, str] = {}
     usages: dict[str, RequestUsage] = {}
     began = perf_counter()
     while waiting or len(usages) < len(tokens):
         while waiting and len(tokens) - len(usages) < at_once:
             i, prompt = waiting.popleft()
             own = msgspec.structs.replace(params, seed=i)
-            options: RequestOptions = {"cache_salt": salt, "clamp_max_tokens": True}
-            if predictions:
-                options |= {"cache_salt": f"{salt}/{i}", "prediction": predictions[i]}
-            name = engine.add_request(prompt, own, **options)
-            tokens[name], texts[name] = [], ""
+            tokens[engine.add_request(prompt, own, cache_salt=salt, clamp_max_tokens=True)] = []
         for event in engine.step():
             tokens[event.request_id] += event.tokens
-            texts[event.request_id] += event.text
             if event.finish_reason is FinishReason.ERROR:
                 raise GenerationFailed(event.error or "a request of the benchmark failed")
             if event.usage:
                 usages[event.request_id] = event.usage
-    return WorkloadRun(perf_counter() - began, [Answer(own, usages[name], texts[name]) for name, own in tokens.items()])
+    return WorkloadRun(perf_counter() - began, [Answer(own, usages[name]) for name, own in tokens.items()])
 
 
 def speedup_figures(turns: Sequence[Turn]) -> dict[str, Any]:
@@ -253,27 +239,16 @@ def _report(config: EngineConfig, sizes: SpeedupSizes, info: ModelInfo, rows: li
     )
 
 
-# --- speculation plot ------------------------------------------------------------------------------------------------
-# The plot of `cppbatch bench throughput --spec`: speedup and acceptance by batch size.
-
-
 def plot_speedup(report: Report) -> Figure:
-    """Plots a line for each workload."""
-    figure, (speedup, acceptance) = new_figure(report, 2)
-    for name in dict.fromkeys(row["workload"] for row in report.rows):
-        rows = sorted((row for row in report.rows if row["workload"] == name), key=lambda row: row["batch_size"])
-        sizes = [row["batch_size"] for row in rows]
-        speedup.plot(sizes, [row["speedup"].median for row in rows], "o-", label=name)
-        acceptance.plot(sizes, [row["acceptance_percent"] or 0.0 for row in rows], "o-", label=name)
-    speedup.axhline(1, color="grey", linewidth=0.8)
-    speedup.set_title("tokens/s with drafts / without")
-    acceptance.set_title("accepted draft tokens, %")
-    for axes in (speedup, acceptance):
-        _finish(axes)
+    """Plots speedup and acceptance by batch size, with a line for each workload."""
+    figure, axes = new_figure(report, 2)
+    axes[0].axhline(1, color="grey", linewidth=0.8)
+    titles = {"speedup": "tokens/s with drafts / without", "acceptance_percent": "accepted draft tokens, %"}
+    for each, (key, title) in zip(axes, titles.items(), strict=True):
+        for name, rows in by_name(report.rows, lambda row: row["workload"]).items():
+            plot_line(each, (row["batch_size"] for row in rows), (row[key] or 0.0 for row in rows), label=name)
+        each.set_title(title)
+        each.set_xlabel("sequences at once")
+        from_zero(each)
+        each.legend(fontsize=7)
     return figure
-
-
-def _finish(axes: Any) -> None:
-    axes.set_xlabel("sequences at once")
-    from_zero(axes)
-    axes.legend(fontsize=7)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cppbatch.bench.energy import EnergyMeter, EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.bench.prompts import check_can_run, check_least, random_prompt
-from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
+from cppbatch.bench.report import Column, Report, Spread, by_name, from_zero, new_figure, plot_line
 from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.config import FLOAT_CACHES, EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -356,30 +356,23 @@ def _report(
 
 
 # --- throughput plot -------------------------------------------------------------------------------------------------
-# The plot of `cppbatch bench throughput`: prefill and decode speed by batch size, and the parts of a step's time.
 
 
 def plot_throughput(report: Report) -> Figure:
-    """Plots a solid line for the engine and a dashed one for the bare loop, for each setting and kind of request."""
+    """Plots prefill and decode speed by batch size, with a solid line for the engine and a dashed one for the bare
+    loop, and the parts of a step's time."""
     figure, (prefill, decode, split) = new_figure(report, 3)
     for axes, key in ((prefill, "prefill"), (decode, "decode")):
-        for name, rows in _lines(report.rows).items():
+        for name, rows in by_name(report.rows, _name).items():
             sizes = [row["batch_size"] for row in rows]
-            (line,) = axes.plot(sizes, [row[key].median for row in rows], "o-", label=name)
-            axes.plot(sizes, [row[f"bare_{key}"].median for row in rows], "--", color=line.get_color())
+            line = plot_line(axes, sizes, (row[key] for row in rows), label=name)
+            plot_line(axes, sizes, (row[f"bare_{key}"] for row in rows), "--", color=line.get_color())
         axes.set_title(f"{key} tokens/s; dashed: bare llama_decode")
         axes.set_xlabel("sequences at once")
         from_zero(axes)
     decode.legend(fontsize=7)
     _draw_split(split, report.rows)
     return figure
-
-
-def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row["batch_size"]):
-        lines.setdefault(_name(row), []).append(row)
-    return lines
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.fake_peers import write_aiperf, write_llama_server, write_program
+from tests.support.fake_peers import write_llama_server, write_program
 from tests.support.scripts import ROOT, columns, number, rows, script
 
 pytestmark = pytest.mark.nightly
-
-
-def test_the_batch_endpoint_is_measured_beside_single_requests_in_one_run(tiny_llama: Path) -> None:
-    few = ["--prompts", "1,3", "--tokens", 4, "--repeats", 1, "--", "-m", tiny_llama, "-np", 4]
-    printed = script("bench_batch_endpoint.py", *few)
-    figures = rows(printed)
-    assert list(figures)[2:] == ["1", "3"]
-    for n in ("1", "3"):
-        one_by_one, at_once, batch, gain = map(number, figures[n])
-        assert min(one_by_one, at_once, batch) > 0
-        assert gain == pytest.approx(batch / one_by_one, rel=0.1)
-    assert "of 64 prompts this one failed: 13 (" in printed
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +40,6 @@ def test_llama_server_s_drafts_are_tried_where_texts_repeat(llama_server: Path, 
     assert "Kept: `--no-kv-unified -fa on --spec-type ngram-mod" in printed
     assert "2 requests, 2 at once" in printed
     assert rows(printed)["job: failed requests"][:2] == ["0 of 2", "0 of 2"]
-
-
-def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_path: Path) -> None:
-    aiperf = write_aiperf(tmp_path / "aiperf")
-    few = ["--load", "full-cells", "--requests", 4, "--turns", 1, "--theirs=-kvu -fa on"]
-    figures = rows(script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--aiperf", aiperf))
-    assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
-    assert figures["full-cells: longest gap, ms"][:2] == ["50.0", "50.0"]
-    assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
 
 
 def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
@@ -102,12 +79,6 @@ def test_a_draft_head_is_compared_step_by_step_on_the_text_that_it_knows(tmp_pat
     assert number(figures["mtp"][0]) > 0
 
 
-def test_snapshots_of_the_engine_are_timed(tiny_llama: Path) -> None:
-    n_segments, *microseconds = map(float, rows(script("bench_live.py", "-m", tiny_llama, "-n", "4"))["4"])
-    assert n_segments >= 4
-    assert all(figure > 0 for figure in microseconds)
-
-
 def test_settings_of_the_server_are_compared_under_one_load(tiny_llama: Path) -> None:
     few = ["--load", "shared-prefix", "--requests", 4, "--turns", 1, "--serve=-np 2 -c 4096 -t 1 --spec off"]
     figures = columns(script("bench_servers.py", "-m", tiny_llama, "plain@2=--no-prefix-cache", "cached@2=", *few))
@@ -116,58 +87,8 @@ def test_settings_of_the_server_are_compared_under_one_load(tiny_llama: Path) ->
     assert number(figures["cached"]["times the tokens/s"]) > 0
 
 
-def test_the_gain_of_drafts_is_simulated_on_texts_of_the_model(default_model: Path) -> None:
-    printed = script("simulate_drafts.py", default_model, "-B", "1", "--workloads", "job", "--requests", 1)
-    assert "job: " in printed
-    speedup, drafted, accepted = map(float, re.findall(r"[\d.]+(?=x|%)", printed.partition("B = 1: ")[2]))
-    assert speedup > 1
-    assert drafted > 0
-    assert 0 < accepted <= 100
-
-
-def test_the_gain_of_a_draft_head_is_simulated_at_a_known_acceptance() -> None:
-    printed = script(
-        "simulate_drafts.py", "--head", "-B", "1,4", "--acceptance", "0,80,100", "--requests", 4, "--runs", 4
-    )
-    gains = [float(gain) for gain in re.findall(r": ([\d.]+) \(", printed)]
-    assert len(gains) == 6
-    assert all(gain >= 0.96 for gain in gains), (
-        "tries are expected to cost 1%, and the first ones the time of four steps"
-    )
-    assert gains[2] > 1.05
-    assert gains[4] > 1.6
-    assert gains[5] > 1.15
-    printed = script(
-        "simulate_drafts.py", "--head", "--gpu", "-B", "4,16", "--acceptance", "80,100", "--requests", 4, "--runs", 4
-    )
-    gains = [float(gain) for gain in re.findall(r": ([\d.]+) \(", printed)]
-    assert min(gains) > 1.02
-    assert min(gains[2:]) > 1.5
-
-
-def test_drafts_that_are_all_right_show_what_rows_cost(tmp_path: Path) -> None:
-    model = tmp_path / "small.gguf"  # with the vocabulary and the chat template of the default model
-    script("synthetic_model.py", model, "--layers", 2, "--embd", 64, "--heads", 1, "--kv-heads", 1, "--ff", 64)
-    few = ("--workloads", "quote", "--repeats", 1, "--new-tokens", 8)
-    printed = script("bench_perfect_drafts.py", "-m", model, "-B", "1", *few)
-    assert re.fullmatch(r"quote, B = 1: [\d.]+ \([\d.]+ to [\d.]+\)\n", printed)
-
-
-def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
-    default_model: Path, tmp_path: Path
-) -> None:
-    own = shutil.copy(default_model, tmp_path)  # pages of a file that another test's server maps too count half
-    printed = script("bench_sleep.py", "-m", own, "--repeats", 2, "--idle", 1, "--", "-c", "4096")
-    figures = {name: number(cells[0]) for name, cells in rows(printed).items() if name.startswith(("memory", "first"))}
-    assert figures["memory asleep"] < 100, "the server's own process is left"
-    assert figures["memory before"] > 3 * figures["memory asleep"]
-    assert figures["memory after"] < 1.1 * figures["memory before"], "nothing is left of the worker before"
-    assert 0 < figures["first token, awake"] < figures["first token, asleep"], "a worker starts first"
-    assert "1 different texts" in printed
-
-
-def test_streams_are_measured_alone_and_beside_images_texts_and_attacks(default_model: Path) -> None:
-    names = ["images", "texts", "chunk_extensions"]
+def test_streams_are_measured_alone_and_beside_images_and_texts(default_model: Path) -> None:
+    names = ["images", "texts"]
     few = ["--turns", 1, "--seconds", 3, "--streams", 2, "--tokens", 16]
     figures = columns(script("bench_beside.py", ",".join(names), "-m", default_model, *few))
     assert list(figures) == ["alone", *names]
@@ -176,7 +97,6 @@ def test_streams_are_measured_alone_and_beside_images_texts_and_attacks(default_
         assert 0 < p50 <= p95 <= longest
         assert each["in flight"] == each["failed"] == "0"
     assert number(figures["images"]["arrived"]) >= 1
-    assert number(figures["chunk_extensions"]["/health p99, ms"]) > 0
 
 
 def test_a_backlog_is_measured_beside_interactive_requests(tiny_llama: Path) -> None:

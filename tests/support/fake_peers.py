@@ -1,4 +1,4 @@
-"""Replacements for programs of other projects: a llama-server that sends words, and a load generator."""
+"""Replacements for a program of another project: a llama-server that sends words."""
 
 from __future__ import annotations
 
@@ -22,26 +22,6 @@ app.router.add_get("/health", health)
 web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None)
 """
 
-_AIPERF = """
-import json, pathlib, sys
-def flag(name):
-    return sys.argv[sys.argv.index(name) + 1]
-assert json.loads(pathlib.Path(flag("--tokenizer"), "tokenizer.json").read_text())["model"]["vocab"]
-speed = 300.0 if flag("--model") == "peer" else 600.0
-n = int(flag("--request-count"))
-export = {
-    "request_count": {"avg": n},
-    "output_sequence_length": {"count": n - 1},
-    "output_token_throughput": {"avg": speed},
-    "time_to_first_token": {"p50": 100.0, "p95": 200.0},
-    "inter_chunk_latency": {"p50": 10.0, "p95": 30.0, "p99": 40.0, "max": 50.0},
-    "inter_token_latency": {"p50": 10.0, "p95": 30.0},
-}
-folder = pathlib.Path(flag("--artifact-dir"))
-folder.mkdir()
-(folder / "profile_export_aiperf.json").write_text(json.dumps(export))
-"""
-
 
 def write_program(path: Path, program: str) -> Path:
     """Writes an executable Python program, which can import this package if it is in PYTHONPATH."""
@@ -55,8 +35,3 @@ def write_llama_server(path: Path) -> Path:
     """A server that is fast with a stream for each sequence and flash attention, and slower with other flags or drafts,
     but for those of ngram-mod."""
     return write_program(path, _LLAMA_SERVER)
-
-
-def write_aiperf(path: Path) -> Path:
-    """A load generator that measures nothing: one request of each run has no output tokens, and `peer` is slow."""
-    return write_program(path, _AIPERF)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from cppbatch.bench.bare_costs import measure_bare_costs
 from cppbatch.bench.prompts import Lengths, check_can_run, check_least, random_prompt
-from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
+from cppbatch.bench.report import Column, Report, Spread, by_name, doubling_axis, new_figure, plot_bars, plot_line
 from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.bench.strategies.schedulers import ConcurrentScheduler, SequentialScheduler, StaticScheduler, round_up
@@ -344,8 +344,6 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
 
 
 # --- strategies plot -------------------------------------------------------------------------------------------------
-# The plot of `cppbatch bench strategies`: tokens/s and latencies.
-
 
 _TIMES = {
     "first_token_p50": "TTFT p50", "first_token_p95": "TTFT p95",
@@ -356,40 +354,26 @@ _TIMES = {
 def plot_strategies(report: Report) -> Figure:
     """Plots bars for each strategy, with their range over the repeats; lines if there are several batch sizes."""
     figure, (speed, times) = new_figure(report, 2)
+    speed.set_title("generated tokens/s")
     sizes = list(dict.fromkeys(row["batch_size"] for row in report.rows))
     if len(sizes) > 1:
-        for axes, key, title in (
-            (speed, "tokens_per_second", "generated tokens/s"), (times, "latency_p95", "latency p95, seconds"),
-        ):  # fmt: skip
-            for name in dict.fromkeys(row["strategy"] for row in report.rows):
-                rows = [row for row in report.rows if row["strategy"] == name]
-                axes.plot([row["batch_size"] for row in rows], [row[key].median for row in rows], "o-", label=name)
-            axes.set_title(title)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, list(map(str, sizes)))
-            axes.set_xlabel("sequences at once (B)")
-            from_zero(axes)
+        for axes, key in ((speed, "tokens_per_second"), (times, "latency_p95")):
+            for name, rows in by_name(report.rows, lambda row: row["strategy"]).items():
+                plot_line(axes, (row["batch_size"] for row in rows), (row[key] for row in rows), label=name)
+            doubling_axis(axes, sizes, "sequences at once (B)")
+        times.set_title("latency p95, seconds")
         speed.legend(fontsize=7)
         return figure
-    names = [row["strategy"] for row in report.rows]
-    places = range(len(names))
-    values = [row["tokens_per_second"] for row in report.rows]
-    speed.bar(places, [v.median for v in values], yerr=_bars(values), capsize=3)
-    speed.set_title("generated tokens/s")
+    names, places = [row["strategy"] for row in report.rows], range(len(report.rows))
+    plot_bars(speed, places, (row["tokens_per_second"] for row in report.rows))
     width = 0.8 / len(_TIMES)
     for i, (key, label) in enumerate(_TIMES.items()):
-        values = [row[key] for row in report.rows]
+        style = {"color": "tab:orange" if key.startswith("first") else "tab:blue", "alpha": 0.5 if "50" in key else 1.0}
         at = [place + (i - 1.5) * width for place in places]
-        colour = "tab:orange" if key.startswith("first") else "tab:blue"
-        alpha = 0.5 if key.endswith("50") else 1.0
-        times.bar(at, [v.median for v in values], width, yerr=_bars(values), label=label, color=colour, alpha=alpha)
+        plot_bars(times, at, (row[key] for row in report.rows), width=width, label=label, **style)
     times.set_title("seconds from arrival")
     times.margins(y=0.3)  # room for the legend
     times.legend(loc="upper center", ncols=2)
     for axes in (speed, times):
         axes.set_xticks(places, names, rotation=20)
     return figure
-
-
-def _bars(values: list[Any]) -> list[list[float]]:
-    return [[v.median - v.low for v in values], [v.high - v.median for v in values]]

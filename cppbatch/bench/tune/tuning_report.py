@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cppbatch.bench.report import Column, Report, from_zero, new_figure
+from cppbatch.bench.report import Column, Report, doubling_axis, new_figure, plot_line
 from cppbatch.bench.tune.tuner import MIN_GAIN, TuningResult
 from cppbatch.models.batch_gain import gain_notes
 from cppbatch.sizing.machine import this_machine
@@ -69,12 +69,9 @@ def plot_tuning(report: Report) -> Figure:
         (left, "tokens_per_s", "tokens/s of all sequences"),
         (right, "inter_token_ms", "ms between two tokens of a sequence"),
     ):
-        axes.plot(sizes, [each[key] for each in curve], marker="o")
+        plot_line(axes, sizes, (each[key] for each in curve))
         axes.axvline(chosen["n_parallel"], color="tab:red", linestyle="--", label=f"chosen: {chosen['n_parallel']}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, list(map(str, sizes)))
-        from_zero(axes)
-        axes.set_xlabel("-np")
+        doubling_axis(axes, sizes, "-np")
         axes.set_ylabel(label)
     left.legend()
     return figure
