@@ -41,7 +41,7 @@ def results(
     """16 requests: each prompt twice, once without drafts and with a longer text, because few drafts are worth it for
     sequences that end together. All drafts are computed, whatever rows cost here."""
     params = [
-        SamplingParams(max_tokens=32 if speculate else 70, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
+        SamplingParams(max_tokens=24 if speculate else 48, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
         for speculate in (True, False)
         for i in range(len(PROMPTS))
     ]
