@@ -9,6 +9,21 @@ import pytest
 
 from cppbatch.cluster.engines import supervisor
 
+LONGEST = [
+    "test_docs",
+    "test_engine_process",
+    "test_examples",
+    "test_batch_command",
+    "test_abuse",
+    "test_out_of_memory",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process of pytest-xdist runs whole files: none is left alone with a long one at the end."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def runtimes_in_workers() -> Iterator[None]:

@@ -34,7 +34,8 @@ def command(model: Path, source: Path, out: Path, *args: str) -> list[str]:
 
 
 def batch(model: Path, source: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return run_here(*command(model, source, out, *args)[len(COMMAND) :])
+    """In this process, with its engine."""
+    return run_here(*command(model, source, out, *args)[len(COMMAND) :], "--in-process")
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def on_servers(text: str, servers: Servers) -> str:
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    """What it prints. The folders that it makes with `mktemp` are removed."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:  # a short path, for the sockets of workers
+        env = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

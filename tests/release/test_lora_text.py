@@ -33,7 +33,7 @@ from tests.support.lora_texts import (
 def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
     shape = LlamaShape(n_layer=30, n_embd=576, n_head=9, n_head_kv=3, n_ff=1536)
     files = {name: write_lora(tmp_path / f"{name}.gguf", shape, seed=i, gain=0.6) for i, name in enumerate("xy")}
-    prompts, params = ["Once upon a time", STORY], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts, params = ["Once upon a time", STORY], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     loras: list[Lora] = [{"x": 1}, {"y": 0.5}, {}]
     wanted = [alone(f32_model, files, lora, prompts, params) for lora in loras]
     assert len({str(texts) for texts in wanted}) == len(loras)

@@ -105,9 +105,9 @@ async def test_texts_do_not_wait_for_an_encoder_and_a_waiting_image_is_cancelled
 
 def test_the_default_model_gives_the_same_text_with_images_alone_and_together(f32_model: Path, tmp_path: Path) -> None:
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf", n_embd=576)
-    prompts = [MediaPrompt([f"Picture {i}: ", image(i), "\nThis is"]) for i in range(8)]
+    prompts = [MediaPrompt([f"Picture {i}: ", image(i), "\nThis is"]) for i in range(4)]
     with BatchInferenceEngine(f32_model, mmproj=str(projector), **{**SETTINGS, "n_threads": 0}) as engine:
-        alone = [engine.generate([prompt], greedy(8), cache_prompt=False)[0].text for prompt in prompts]
-        together = engine.generate(prompts, greedy(8), cache_prompt=False)
+        alone = [engine.generate([prompt], greedy(6), cache_prompt=False)[0].text for prompt in prompts]
+        together = engine.generate(prompts, greedy(6), cache_prompt=False)
     assert [result.text for result in together] == alone
     assert all(result.usage.n_media_tokens == 16 for result in together)

@@ -213,8 +213,8 @@ async def test_a_text_that_is_longer_than_the_smaller_context_ends_with_a_clear_
     adapter = write_lora(tmp_path / "x.gguf", shape=SHAPE, gain=8.0)
     config = EngineConfig(str(model), rpc=(device.endpoint,), **SIZES, lora=((str(adapter), 0.0),))
 
-    def to_300_cells(failed: EngineConfig, _n: int) -> EngineConfig:
-        return msgspec.structs.replace(failed, n_ctx=300)
+    def to_256_cells(failed: EngineConfig, _n: int) -> EngineConfig:
+        return msgspec.structs.replace(failed, n_ctx=256)
 
     n_events = 0
 
@@ -222,13 +222,13 @@ async def test_a_text_that_is_longer_than_the_smaller_context_ends_with_a_clear_
         nonlocal n_events
         n_events += 1
 
-    async with EngineProcess(config, refit=to_300_cells) as engine:
+    async with EngineProcess(config, refit=to_256_cells) as engine:
         long = asyncio.ensure_future(text_of(engine, 0, 5000, seen))
-        await until(lambda: n_events > 600, 60)
+        await until(lambda: n_events > 300, 60)
         device.limit(250)
         short = asyncio.ensure_future(text_of(engine, 3, 20, lora={"x": 1.0}))
         with pytest.raises(
-            GenerationFailed, match=r"memory has run out, and the text cannot continue: .*context holds only 512"
+            GenerationFailed, match=r"memory has run out, and the text cannot continue: .*context holds only 256"
         ):
             await long
         assert await short

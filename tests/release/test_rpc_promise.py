@@ -14,7 +14,7 @@ from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.request import GenerationRequest
 from tests.support.rpc_workers import RpcWorker
 
-N, N_TOKENS = 16, 20
+N, N_TOKENS = 16, 12
 PROMPTS = [f"Part {i} of the story of the lighthouse:" for i in range(N)]
 PARAMS = SamplingParams(temperature=0, max_tokens=N_TOKENS, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"n_ctx": 4096, "n_parallel": N, "spec": "off"}

@@ -125,7 +125,7 @@ async def stream_together(url: str, model: str, n: int) -> list[str | None]:
 
         async def one(i: int) -> str | None:
             stream = await client.completions.create(
-                model=model, prompt=f"Fact number {i}:", max_tokens=64, stream=True, extra_body=IGNORE_EOS
+                model=model, prompt=f"Fact number {i}:", max_tokens=48, stream=True, extra_body=IGNORE_EOS
             )
             return [chunk.choices[0].finish_reason async for chunk in stream][-1]
 
@@ -157,7 +157,7 @@ def raw_post(server: ServerProcess, path: str, body: str) -> socket.socket:
 def test_ctrl_c_finishes_running_requests_and_exits_0(default_model: Path) -> None:
     with ServerProcess("-m", default_model) as server:
         server.wait_ready()
-        body = {"prompt": "A long story:", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        body = {"prompt": "A long story:", "max_tokens": 50, "ignore_eos": True, "stream": True}
         with server.stream("/v1/completions", body) as answer:
             answer.readline()
             server.interrupt()
@@ -166,17 +166,6 @@ def test_ctrl_c_finishes_running_requests_and_exits_0(default_model: Path) -> No
         assert rest.endswith("data: [DONE]\n\n")
         assert server.wait() == 0
         assert any("finishing 1 request" in line for line in server.lines)
-
-
-def test_a_second_ctrl_c_exits_at_once(default_model: Path) -> None:
-    with ServerProcess("-m", default_model) as server:
-        server.wait_ready()
-        with raw_post(server, "/v1/completions", '{"prompt": "Go on", "max_tokens": 1000, "ignore_eos": true}'):
-            wait_until(lambda: server.get("/stats")["running"] == 1)
-            server.interrupt()
-            wait_until(lambda: any("finishing" in line for line in server.lines))
-            server.interrupt()
-            assert server.wait() == 130
 
 
 def test_ctrl_c_while_the_model_loads_exits_at_once(default_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""One engine with the default model, called by threads and interrupted at any moment: the texts are as alone."""
+"""One engine, called in every way by threads and interrupted at any moment: the texts are as alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 N = pytest.mark.parametrize("n", [15, pytest.param(50, marks=pytest.mark.soak)])
 QUESTIONS = [f"What is {i} + {i + 1}?" for i in range(25)]
 
-engine = shared_engine("default_model", n_ctx=4096, n_parallel=8, deterministic=True)
+engine = shared_engine(n_ctx=4096, n_parallel=8, n_threads=1, cache_type_k="f32", cache_type_v="f32")
 
 
 def by_generate(engine: BatchInferenceEngine, question: str) -> str:

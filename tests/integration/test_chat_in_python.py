@@ -28,12 +28,12 @@ HELLO: list[dict[str, object]] = [
 
 
 @pytest.fixture(scope="module")
-def answers(default_model: Path) -> dict[str, Any]:
+def answers(tiny_llama: Path) -> dict[str, Any]:
     """The server's messages: of a conversation, a call, and an answer of a schema."""
-    server = ChatServer(default_model, **SETTINGS)
+    server = ChatServer(tiny_llama, **SETTINGS)
 
     def ask(**fields: Any) -> Any:
-        body = {"messages": HELLO, "temperature": 0, "max_tokens": 32, **fields}
+        body = {"messages": HELLO, "temperature": 0, "max_tokens": 100, **fields}
         (choice,) = server.post("/v1/chat/completions", body)["choices"]
         return choice["message"]
 
@@ -47,12 +47,12 @@ def answers(default_model: Path) -> dict[str, Any]:
     return found
 
 
-def test_answers_calls_and_json_are_those_of_the_server(default_model: Path, answers: dict[str, Any]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=32)
-    with BatchInferenceEngine(default_model, **SETTINGS) as engine:
+def test_answers_calls_and_json_are_those_of_the_server(tiny_llama: Path, answers: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
         answer = engine.chat(HELLO, params)
         call = engine.chat(HELLO, params, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
-        schema = SamplingParams(temperature=0, max_tokens=32, json_schema=SCHEMA)
+        schema = SamplingParams(temperature=0, max_tokens=100, json_schema=SCHEMA)
         written = engine.chat(HELLO, schema)
         compact = engine.chat(HELLO, SamplingParams(temperature=0, json_schema=SCHEMA, compact_json=True))
         streamed = "".join(event.text for event in engine.chat_stream(HELLO, params))
@@ -66,9 +66,9 @@ def test_answers_calls_and_json_are_those_of_the_server(default_model: Path, ans
     assert compact.text in ('{"colour":"red"}', '{"colour":"blue"}')
 
 
-async def test_with_asyncio_too(default_model: Path, answers: dict[str, Any]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=32)
-    async with LocalEngine(default_model, **SETTINGS) as engine:
+async def test_with_asyncio_too(tiny_llama: Path, answers: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
         answer = await engine.chat(HELLO, params)
         assert isinstance(answer, ChatCompletion)
         assert answer.text == answers["text"]["content"]
