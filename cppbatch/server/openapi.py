@@ -13,7 +13,7 @@ from cppbatch import __version__
 from cppbatch.engine.params import RANGES, UNLIMITED
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server import web_page
-from cppbatch.server.api import file_texts, hub, input_tokens, live_endpoint, pooling, status
+from cppbatch.server.api import embeddings, file_texts, hub, input_tokens, live_endpoint, rerank, status
 from cppbatch.server.api.anthropic import messages
 from cppbatch.server.api.batches import endpoints as batch_endpoints
 from cppbatch.server.api.generate import generate_batch, generate_endpoint, running_batches
@@ -76,7 +76,8 @@ ROUTES = (
     input_tokens.routes,
     file_texts.routes,
     messages.routes,
-    pooling.routes,
+    embeddings.routes,
+    rerank.routes,
     generate_endpoint.routes,
     generate_batch.routes,
     running_batches.routes,

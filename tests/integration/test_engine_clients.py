@@ -331,13 +331,10 @@ async def test_a_full_queue_refuses_with_a_retry_after_and_earlier_requests_fini
     assert_ends_once(await soon(run(small, request("refused"))), FinishReason.LENGTH)  # its id is free
 
 
-async def test_an_idle_engine_takes_as_many_requests_at_once_as_it_computes_and_queues(
-    small: EngineClient, kind: str
-) -> None:
-    n_workers = 2 if kind in ("group", "autoscaled") else 1
-    requests = [request(str(i)) for i in range(2 * n_workers)]
-    for events in await together(small, requests):
-        assert_ends_once(events, FinishReason.LENGTH, n_tokens=16)
+async def test_an_idle_engine_takes_as_many_requests_at_once_as_it_computes_and_queues(make: Make) -> None:
+    async with make(n_parallel=8, max_queue=1) as engine:
+        for events in await together(engine, [request(str(i)) for i in range(9)]):
+            assert_ends_once(events, FinishReason.LENGTH, n_tokens=16)
 
 
 async def test_a_text_has_the_tokens_whose_ids_have_its_pieces(engine: EngineClient) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api.anthropic.types import MessagesRequest
+from cppbatch.server.api.embeddings import EmbeddingRequest
 from cppbatch.server.api.generate.generate_endpoint import GenerateRequest
 from cppbatch.server.api.llama_server.completion import LlamaCompletionRequest
 from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.api.openai.completions import CompletionRequest
-from cppbatch.server.api.pooling import EmbeddingRequest
 from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.fields.parse import read_body
 from cppbatch.server.fields.unknown import format_names, known_fields, refuse_unknown

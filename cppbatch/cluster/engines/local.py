@@ -63,7 +63,7 @@ class LocalEngine(WorkerEngine):
 
     @property
     def _worker(self) -> _EngineThread | None:
-        return self._thread if self.health().status == "ok" else None
+        return self._thread if self._thread.health.status == "ok" and not self._thread.closing else None
 
     def health(self) -> Health:
         """The current state of the engine."""

@@ -57,7 +57,7 @@ class Worker:
     """An engine with its threads. `run` steps it; other threads prepare requests and send events.
 
     `handle` takes the messages, and `send` gets the answers, on any of the threads. The ids of requests and questions
-    are decimal numbers. Whoever sends the requests limits their number.
+    are decimal numbers. Their sender limits the number of requests.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from cppbatch.jobs.batches.records import BatchRecord
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RequestHandler
 from cppbatch.jobs.job_runner import RequestSlots
 from cppbatch.server.answer.response import ResponseBuilder
-from cppbatch.server.api import pooling
+from cppbatch.server.api import embeddings, rerank
 from cppbatch.server.api.openai import chat_completions, completions
 from cppbatch.server.api.openai.completions import CompletionRequest, prepare_completion
 from cppbatch.server.api.responses import create_response
@@ -42,7 +42,7 @@ from cppbatch.typed_json import convert
 
 _ENDPOINTS = {
     route.path: (route.endpoint.body, prepare)
-    for module in (chat_completions, completions, create_response, pooling)
+    for module in (chat_completions, completions, create_response, embeddings, rerank)
     for route in module.routes
     if route.endpoint.body and (prepare := route.endpoint.prepare)
 }

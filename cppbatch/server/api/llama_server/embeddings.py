@@ -10,7 +10,8 @@ from cppbatch.engine.embeddings import AS_COMPUTED, normalise_vectors
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.response import generation
-from cppbatch.server.api.pooling import EmbeddingRequest, PoolingBuilder, resolve_vectors
+from cppbatch.server.api.embeddings import EmbeddingRequest, resolve_vectors
+from cppbatch.server.api.pooling import PoolingBuilder
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.models.serving import Json, ResolvedRequest, Serving
 from cppbatch.server.settings import MOST_NORM

@@ -7,6 +7,7 @@ from aiohttp import web
 from cppbatch.engine.embeddings import normalise_vectors
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.answer.response import respond
+from cppbatch.server.api.embeddings import check_embeds_whole
 from cppbatch.server.api.ollama.builder import ERRORS, STATUSES, KeptLease, load_or_unload, nanoseconds
 from cppbatch.server.api.ollama.types import (
     OllamaEmbeddingsRequest,
@@ -14,7 +15,7 @@ from cppbatch.server.api.ollama.types import (
     OllamaEmbedRequest,
     OllamaEmbedResponse,
 )
-from cppbatch.server.api.pooling import PoolingBuilder, PoolingFields, check_count, check_embeds_whole, pooling_requests
+from cppbatch.server.api.pooling import PoolingBuilder, PoolingFields, check_count, pooling_requests
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import json_response
 from cppbatch.server.http.endpoint import Routes
