@@ -25,16 +25,10 @@ _PARALLEL = 16
 _PROMPT, _NEW = 32, 24  # tokens
 _SPEED_SECONDS, _MAX_TURNS = 10, 5
 _FILE_COLUMNS = [
-    Column("name", "file"),
-    Column("size_mb", "MB"),
-    Column("weights_mib", "weights MiB"),
-    Column("decode_1", "tok/s B=1"),
-    Column("decode_16", "B=16"),
-    Column("prefill", "prefill", 0),
-    Column("perplexity", "perplexity", 2),
-    Column("kl_divergence", "KL", 4),
-    Column("same_top_percent", "same top %"),
-]
+    Column("name", "file"), Column("size_mb", "MB"), Column("weights_mib", "weights MiB"),
+    Column("decode_1", "tok/s B=1"), Column("decode_16", "B=16"), Column("prefill", "prefill", 0),
+    Column("perplexity", "perplexity", 2), Column("kl_divergence", "KL", 4), Column("same_top_percent", "same top %"),
+]  # fmt: skip
 
 
 def compare_files(source: Path, other: Path, progress: Callable[[str], object] = lambda line: None) -> Report:

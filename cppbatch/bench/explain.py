@@ -33,11 +33,8 @@ _MEANING = {
     "waiting": "no request",
 }
 _COLUMNS = [
-    Column("part", "part"),
-    Column("seconds", "s", 3),
-    Column("percent", "% of the time"),
-    Column("meaning", "meaning"),
-]
+    Column("part", "part"), Column("seconds", "s", 3), Column("percent", "% of the time"), Column("meaning", "meaning"),
+]  # fmt: skip
 _PHASES = ("schedule", "fill", "decode", "sample", "advance")
 _TRACKS = (TRACKS["device"], TRACKS["steps"])
 _INTERVALS = 60  # of the plot

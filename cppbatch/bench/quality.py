@@ -138,14 +138,10 @@ def _log_probs(
 
 _SOURCE: Types = ("f16", "f16")
 _COLUMNS = [
-    Column("flash_attn", "FA"),
-    Column("keys", "keys"),
-    Column("values", "values"),
-    Column("perplexity", "perplexity", 3),
-    Column("kl_divergence", "KL", 5),
-    Column("excess", "more", 5),
+    Column("flash_attn", "FA"), Column("keys", "keys"), Column("values", "values"),
+    Column("perplexity", "perplexity", 3), Column("kl_divergence", "KL", 5), Column("excess", "more", 5),
     Column("same_top_percent", "same top %"),
-]
+]  # fmt: skip
 
 
 def compare_cache_types(

@@ -29,17 +29,11 @@ _NEW_TOKENS, _WARM_UP = 33, 4
 _MOST = 4096  # maximum batch size in the search for the border between memory and compute
 
 _COLUMNS = [
-    Column("batch_size", "B"),
-    Column("mib", "MiB/step"),
-    Column("gflop", "GFLOP/step", 2),
-    Column("intensity", "FLOP/byte"),
-    Column("memory_ms", "memory ms", 3),
-    Column("compute_ms", "compute ms", 3),
-    Column("bound", "bound by"),
-    Column("step_ms", "measured ms", 3),
-    Column("of_roof", "% of roof", 0),
+    Column("batch_size", "B"), Column("mib", "MiB/step"), Column("gflop", "GFLOP/step", 2),
+    Column("intensity", "FLOP/byte"), Column("memory_ms", "memory ms", 3), Column("compute_ms", "compute ms", 3),
+    Column("bound", "bound by"), Column("step_ms", "measured ms", 3), Column("of_roof", "% of roof", 0),
     Column("tokens_per_s", "tok/s"),
-]
+]  # fmt: skip
 
 
 class RooflineSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,16 +33,11 @@ LEAST_AT_ONCE = 4  # a run has at least the number of requests for this concurre
 _ROOM = 1024  # maximum tokens of a prompt, to size the context
 
 _COLUMNS = [
-    Column("workload", "workload"),
-    Column("batch_size", "B"),
-    Column("plain", "tok/s without"),
-    Column("drafted", "tok/s with drafts"),
-    Column("speedup", "speedup", 2),
-    Column("decode_speedup", "of decode", 2),
-    Column("draft_tokens_percent", "drafted %"),
-    Column("acceptance_percent", "accepted %"),
+    Column("workload", "workload"), Column("batch_size", "B"), Column("plain", "tok/s without"),
+    Column("drafted", "tok/s with drafts"), Column("speedup", "speedup", 2), Column("decode_speedup", "of decode", 2),
+    Column("draft_tokens_percent", "drafted %"), Column("acceptance_percent", "accepted %"),
     Column("same_texts", "same texts"),
-]
+]  # fmt: skip
 
 
 class SpeedupSizes(msgspec.Struct, frozen=True, kw_only=True):

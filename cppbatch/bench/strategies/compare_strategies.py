@@ -34,23 +34,13 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = [
-    Column("batch_size", "B"),
-    Column("strategy", "strategy"),
-    Column("tokens_per_second", "tok/s"),
-    Column("speedup", "x sequential", 2),
-    Column("of_ideal", "of ideal", 2),
-    Column("latency_p50", "latency p50 s", 2),
-    Column("latency_p95", "p95", 2),
-    Column("first_token_p50", "TTFT p50 s", 2),
-    Column("first_token_p95", "p95", 2),
-    Column("wait_p50", "wait p50 s", 2),
-    Column("wait_p95", "p95", 2),
-    Column("wait_p99", "p99", 2),
-    Column("mean_rows", "rows/step"),
-    Column("padding_percent", "padding %", 0),
-    Column("cpu_percent", "CPU %", 0),
+    Column("batch_size", "B"), Column("strategy", "strategy"), Column("tokens_per_second", "tok/s"),
+    Column("speedup", "x sequential", 2), Column("of_ideal", "of ideal", 2), Column("latency_p50", "latency p50 s", 2),
+    Column("latency_p95", "p95", 2), Column("first_token_p50", "TTFT p50 s", 2), Column("first_token_p95", "p95", 2),
+    Column("wait_p50", "wait p50 s", 2), Column("wait_p95", "p95", 2), Column("wait_p99", "p99", 2),
+    Column("mean_rows", "rows/step"), Column("padding_percent", "padding %", 0), Column("cpu_percent", "CPU %", 0),
     Column("gpu_percent", "GPU %", 0),
-]
+]  # fmt: skip
 
 
 class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
