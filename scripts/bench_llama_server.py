@@ -3,10 +3,9 @@
 
 For each load llama-server first runs with unified cells and with a stream for each sequence, with and without flash
 attention and with smaller cache types, and the fastest flags are kept. Then both servers run, and each turn measures
-one after the other. The load is that of `cppbatch bench serve`. --busy-core measures each turn again beside a process
-that keeps one core busy. For the loads of speculative decoding (quote, json, code, job, free) llama-server's kinds of
-n-gram drafts are tried as well. --same-prefix: all turns of shared-prefix have the same prefix, and the first one,
-which computes it, is not counted.
+one after the other. The load is that of `cppbatch bench serve`. For the loads of speculative decoding (quote, json,
+code, job, free) llama-server's kinds of n-gram drafts are tried as well. --same-prefix: all turns of shared-prefix have
+the same prefix, and the first one, which computes it, is not counted.
 
     .venv/bin/python scripts/bench_llama_server.py PEERS/llama-server [-m model.gguf] [--load mixed,fan-out] [--turns 3]
 """
@@ -14,17 +13,14 @@ which computes it, is not counted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measuring import Comparison, Figures, markdown_table, numbers, ratio_cell, script_arguments, words
+from measuring import Comparison, Figures, markdown_table, numbers, script_arguments, words
 from server_process import (
-    ChildProcess,
     add_load_options,
     cpu_seconds,
     make_load,
@@ -41,7 +37,6 @@ from cppbatch.errors import CppBatchError
 from cppbatch.models.pull import choose_model
 
 OURS, THEIRS = "cppbatch", "llama-server"
-BUSY = " beside a busy core"
 FIND_TURNS, PREFIX_SEED = 2, 1
 ROWS = [
     Column("output_tokens_per_second", "output tokens/s"), Column("ttft_ms_p50", "TTFT p50, ms"),
@@ -100,39 +95,27 @@ class Measurement:
 
     def compare(self) -> None:
         """Prints the figures of both servers and the medians of the turns' ratios."""
-        flags = self.best_flags()
+        flags, args = self.best_flags(), self.args
         print(f"Kept: `{flags}`\n", flush=True)
-        ours = serve_command(self.model, *self.load.sizes.split(), *self.load.ours.split(), *self.args.ours.split())
-        names = [server + state for state in ("", BUSY)[: 2 if self.args.busy_core else 1] for server in (OURS, THEIRS)]
+        ours = serve_command(self.model, *self.load.sizes.split(), *self.load.ours.split(), *args.ours.split())
         with running_servers({OURS: ours, THEIRS: self.their_command(flags)}) as servers:
 
             def measure(name: str, turn: int) -> Figures:
-                is_busy, seed = name.endswith(BUSY), 2 * (turn + FIND_TURNS)
-                server = servers[name.removesuffix(BUSY)]
-                with busy_core(self.args.end - time.monotonic()) if is_busy else contextlib.nullcontext():
-                    before = cpu_seconds(server.process.pid)
-                    figures = self.figures(server.url, seed + is_busy)
-                tokens = (figures["output_tokens_per_second"] or 0.0) * (figures.get("seconds") or 0.0)
-                used = cpu_seconds(server.process.pid) - before
+                before = cpu_seconds(servers[name].process.pid)
+                figures = self.figures(servers[name].url, turn + FIND_TURNS)
+                tokens = (figures["output_tokens_per_second"] or 0.0) * (figures["seconds"] or 0.0)
+                used = cpu_seconds(servers[name].process.pid) - before
                 return {**figures, "cpu_s": 1000 * used / tokens if tokens else None}
 
-            found = Comparison(names).measure(self.args.turns, measure, uncounted=int(self.args.same_prefix))
+            found = Comparison([OURS, THEIRS]).measure(args.turns, measure, uncounted=int(args.same_prefix))
         print(
-            f"{self.model.stem}; {self.n_requests} requests, {self.load.clients} at once, medians of {self.args.turns} "
-            f"turns:\n"
+            f"{self.model.stem}; {self.n_requests} requests, {self.load.clients} at once, medians of {args.turns} "
+            "turns:\n"
         )
-        rows = [*self.rows(found, ""), *(self.rows(found, BUSY) if self.args.busy_core else [])]
-        if self.args.busy_core:
-            kept = [ratio_cell(found.ratio(ROWS[0].key, server + BUSY, server)) for server in (OURS, THEIRS)]
-            rows.append([f"{self.name}: tokens/s{BUSY} / alone", *kept, ""])
+        rows = [[f"{self.name}: {title}", *cells] for title, *cells in found.side_by_side(ROWS, OURS, THEIRS)]
+        totals = [[sum(v or 0 for v in found.values(n, k)) for k in ("failed", "requests")] for n in found.names]
+        rows.append([f"{self.name}: failed requests", *(f"{a:.0f} of {b:.0f}" for a, b in totals), ""])
         print(markdown_table(["", OURS, THEIRS, "ratio (range)"], rows), end="\n\n", flush=True)
-
-    def rows(self, found: Comparison, state: str) -> Iterator[list[str]]:
-        names = OURS + state, THEIRS + state
-        for title, *cells in found.side_by_side(ROWS, *names):
-            yield [f"{self.name}{state}: {title}", *cells]
-        totals = [[sum(v or 0 for v in found.values(n, k)) for k in ("failed", "requests")] for n in names]
-        yield [f"{self.name}{state}: failed requests", *(f"{a:.0f} of {b:.0f}" for a, b in totals), ""]
 
     def their_command(self, flags: str) -> list[str | Path]:
         common = ["-t", str(self.args.threads), "--cache-ram", "0", "--no-ui"]
@@ -160,26 +143,8 @@ def max_of(speeds: dict[str, float]) -> str:
     return max(speeds, key=speeds.__getitem__)
 
 
-@contextlib.contextmanager
-def busy_core(seconds: float) -> Iterator[None]:
-    """Keeps one core busy with a process, until the block or the time ends."""
-    program = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
-    with ChildProcess([sys.executable, "-c", program]):
-        yield
-
-
 def main() -> None:
     """Prints a table for each load."""
-    args = _arguments()
-    try:
-        for name in args.load:
-            for clients in args.clients:
-                Measurement(args, name, clients).compare()
-    except CppBatchError as error:
-        sys.exit(f"bench_llama_server.py: {error}")
-
-
-def _arguments() -> argparse.Namespace:
     parser = script_arguments(__doc__, turns=3)
     parser.add_argument("llama_server", type=Path, help="the program llama-server")
     usual = [name for name in LOADS if name not in TEXT_WORKLOADS]
@@ -188,7 +153,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="in each turn (48; full-cells: 24; texts: 16, job: 48)")
     add_load_options(parser)
     parser.add_argument("--same-prefix", action="store_true", help="the same prefix in every turn of shared-prefix")
-    parser.add_argument("--busy-core", action="store_true", help="measure beside a busy core too")
     parser.add_argument("-t", "--threads", type=int, default=available_threads(), help="llama-server's threads")
     parser.add_argument("--minutes", type=float, default=60, help="for everything (60)")
     parser.add_argument("--theirs", help='best flags, if known: --theirs="-kvu -fa on"; drafts are still tried')
@@ -197,7 +161,12 @@ def _arguments() -> argparse.Namespace:
     if unknown := [name for name in args.load if name not in LOADS]:
         parser.error(f"--load {','.join(unknown)}: write some of {', '.join(LOADS)}")
     args.end = time.monotonic() + 60 * args.minutes
-    return args
+    try:
+        for name in args.load:
+            for clients in args.clients:
+                Measurement(args, name, clients).compare()
+    except CppBatchError as error:
+        sys.exit(f"bench_llama_server.py: {error}")
 
 
 if __name__ == "__main__":
