@@ -173,13 +173,6 @@ def get_json(url: str) -> Any:
         return json.load(answer)
 
 
-def post_json(url: str, body: object) -> Any:
-    """Returns the decoded answer to a POST of JSON. Raises OSError."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
-        return json.load(answer)
-
-
 def load_client(url: str, endpoint: Endpoint = "completions") -> LoadClient:
     """Returns the client of `cppbatch bench serve` for one server: a context manager that sends streaming requests."""
     from cppbatch.bench.load.client import LoadClient, TargetServer
