@@ -7,7 +7,7 @@ process of its own, which loads the model once; then all are measured in short t
 machine changes from minute to minute. The prompts are in the prefix cache, so that each step has 16 decode rows, and
 there are no drafts.
 
-    .venv/bin/python scripts/bench_process.py [-m model.gguf] [--turns 9] [--tokens 96] [--kv-layout per-sequence]
+    .venv/bin/python scripts/bench_process.py [-m model.gguf] [--turns 9] [--tokens 96] [-n 16] [-t 1]
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ async def http_layer(config: EngineConfig) -> AsyncIterator[Layer]:
     """The client is this process."""
     command = serve_command(
         config.model_path, "-np", config.n_parallel, "-c", config.n_ctx, "--kv-layout", config.kv_layout,
-        "-fa", config.flash_attn, "--spec", "off", "-t", config.n_threads,
+        "--spec", "off", "-t", config.n_threads,
     )  # fmt: skip
     with running_server(command) as running:
         front = psutil.Process(running.process.pid)
@@ -185,14 +185,12 @@ def main() -> None:
     parser = script_arguments(__doc__, turns=9)
     parser.add_argument("-n", "--streams", type=int, default=16, help="streams at once (16)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of each (96)")
-    parser.add_argument("--kv-layout", choices=["unified", "per-sequence"], default="per-sequence")
-    parser.add_argument("-fa", "--flash-attn", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("-t", "--threads", type=int, default=0)
     args = parser.parse_args()
     config = EngineConfig(
-        model_path=str(choose_model(args.model).absolute()), n_parallel=args.streams, kv_layout=args.kv_layout,
+        model_path=str(choose_model(args.model).absolute()), n_parallel=args.streams, kv_layout="per-sequence",
         n_ctx=args.streams * (8 * PROMPT_TOKENS + args.tokens),  # a word may be several tokens
-        flash_attn=args.flash_attn, n_threads=args.threads, spec="off",
+        n_threads=args.threads, spec="off",
     )  # fmt: skip
     given, names = msgspec.json.encode(config).decode(), [BARE, *LAYERS]
     with ExitStack() as stack:

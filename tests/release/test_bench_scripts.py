@@ -91,7 +91,7 @@ def test_streams_are_measured_alone_and_beside_images_and_texts(default_model: P
     for each in figures.values():
         p50, p95, longest = (number(each[title]) for title in ("inter-token p50, ms", "p95", "longest"))
         assert 0 < p50 <= p95 <= longest
-        assert each["in flight"] == each["failed"] == "0"
+        assert each["failed"] == "0"
     assert number(figures["images"]["arrived"]) >= 1
 
 
