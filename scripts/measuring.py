@@ -86,13 +86,13 @@ class Comparison:
         ]
         return markdown_table(["", *(column.title for column in columns), *(ratios or {}).values()], rows)
 
-    def side_by_side(self, columns: Sequence[Column], first: str, second: str) -> list[list[str]]:
-        """Returns a row for each figure: title, medians of these variants, ratio of the first to the second."""
+    def side_by_side(self, columns: Sequence[Column], pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
+        """Returns a row for each figure: title, medians of all variants, ratios of each pair."""
         return [
             [
                 column.title,
-                *(cell(self.median(name, column.key), column.digits) for name in (first, second)),
-                ratio_cell(self.ratio(column.key, first, second)),
+                *(cell(self.median(name, column.key), column.digits) for name in self.names),
+                *(ratio_cell(self.ratio(column.key, *pair)) for pair in pairs),
             ]
             for column in columns
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import socket
@@ -178,24 +177,6 @@ def load_client(url: str, endpoint: Endpoint = "completions") -> LoadClient:
     from cppbatch.bench.load.client import LoadClient, TargetServer
 
     return LoadClient(TargetServer(label="server", url=url, model="", endpoint=endpoint), _LOAD_SECONDS)
-
-
-def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the sizes of a load's requests, as `cppbatch bench serve` names them, for `make_load`."""
-    from cppbatch.bench.load.workload import PREFIX_TOKENS
-    from cppbatch.bench.prompts import Lengths
-
-    for what in ("prompt", "output"):
-        parser.add_argument(f"--{what}-tokens", type=lambda n: Lengths(int(n), int(n)), help="(as the load says)")
-    parser.add_argument("--prefix-tokens", type=int, default=PREFIX_TOKENS, help=f"of shared-prefix ({PREFIX_TOKENS})")
-
-
-def make_load(args: argparse.Namespace, kind: str, n_requests: int, **others: Any) -> Workload:
-    """Returns the load of this kind with the sizes of the options."""
-    from cppbatch.bench.load.workload import make_workload
-
-    sizes = {name: getattr(args, name) for name in ("prompt_tokens", "output_tokens", "prefix_tokens")}
-    return make_workload(kind, n_requests, **{**sizes, **others})
 
 
 def measure_server(
