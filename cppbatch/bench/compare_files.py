@@ -49,15 +49,10 @@ def compare_files(source: Path, other: Path, progress: Callable[[str], object] =
             progress("text quality")
             notes += _quality(first, second, configs, rows)
     return Report(
-        kind="requantize",
-        title=f"{source.name} and {other.name}",
-        machine=this_machine(),
-        model=source.stem,
+        kind="requantize", title=f"{source.name} and {other.name}", machine=this_machine(), model=source.stem,
         settings={"prompt_tokens": _PROMPT, "new_tokens": _NEW, "batch_sizes": [1, _PARALLEL]},
-        columns=[column for column in _FILE_COLUMNS if any(column.key in row for row in rows)],
-        rows=rows,
-        notes=notes,
-    )
+        columns=[column for column in _FILE_COLUMNS if any(column.key in row for row in rows)], rows=rows, notes=notes,
+    )  # fmt: skip
 
 
 def _weights(configs: list[EngineConfig]) -> list[int | None]:

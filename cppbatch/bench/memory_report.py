@@ -166,12 +166,9 @@ def _name(buffer: Buffer) -> str:
 
 def _row(buffer: Buffer, devices: Sequence[Device]) -> dict[str, Any]:
     return {
-        "what": _name(buffer),
-        "where": _where(buffer, devices),
-        "predicted_mib": buffer.n_bytes / 2**20,
-        "kind": buffer.kind,
-        "place": buffer.buffer_type,
-    }
+        "what": _name(buffer), "where": _where(buffer, devices), "predicted_mib": buffer.n_bytes / 2**20,
+        "kind": buffer.kind, "place": buffer.buffer_type,
+    }  # fmt: skip
 
 
 def _where(buffer: Buffer, devices: Sequence[Device]) -> str:

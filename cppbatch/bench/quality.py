@@ -179,19 +179,14 @@ def compare_cache_types(
         row["excess"] = row["kl_divergence"] - floor
     keep_excess(model, {f"{row['keys']} {row['values']}": row["excess"] for row in rows[2:]})
     return Report(
-        kind="cache-types",
-        title=f"types of the KV cache with {model.name}",
-        machine=this_machine(),
-        model=model.stem,
-        settings={"types": [f"{k} {v}" for k, v in types]},
-        columns=_COLUMNS,
-        rows=rows,
+        kind="cache-types", title=f"types of the KV cache with {model.name}", machine=this_machine(), model=model.stem,
+        settings={"types": [f"{k} {v}" for k, v in types]}, columns=_COLUMNS, rows=rows,
         notes=[
             about_text,
             "KL: KL divergence from the first row, nats; more: excess over f16 without flash attention, which adds in "
             f"a different order. Types with an excess below {MAX_EXCESS_KL} may be chosen if they are clearly faster",
         ],
-    )
+    )  # fmt: skip
 
 
 # --- the cache types that a start proposes ---------------------------------------------------------------------------

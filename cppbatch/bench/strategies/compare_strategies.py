@@ -183,13 +183,10 @@ def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRu
         return Spread.of(map(figure, runs))
 
     row: dict[str, Any] = {
-        "strategy": name,
-        "seconds": of(lambda run: run.seconds),
-        "tokens_per_second": of(lambda run: run.tokens_per_second),
-        "speedup": None,
-        "mean_rows": of(lambda run: run.mean_rows),
-        "cpu_percent": of(lambda run: run.cpu_percent),
-    }
+        "strategy": name, "seconds": of(lambda run: run.seconds),
+        "tokens_per_second": of(lambda run: run.tokens_per_second), "speedup": None,
+        "mean_rows": of(lambda run: run.mean_rows), "cpu_percent": of(lambda run: run.cpu_percent),
+    }  # fmt: skip
     row["padding_percent"] = of(lambda run: run.padding_percent)
     row |= {f"wait_p{q}": Spread.of(float(np.percentile(run.wait, q)) for run in runs) for q in (50, 95, 99)}
     for q in (50, 95):
@@ -321,16 +318,10 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
     computed = rows + after.prompt_tokens - before.prompt_tokens
     needed = sum(len(request.prompt) + request.n_new - 1 for request in requests)  # the last token is not computed
     return WorkloadRun(
-        seconds=seconds,
-        tokens=tokens,
-        first_token=first_token,
-        latency=latency,
-        wait=wait,
-        padding_percent=max(0.0, 100 * (1 - needed / computed)),
-        mean_rows=rows / steps if steps else 0.0,
-        cpu_percent=usage.cpu_percent,
-        gpu_percent=usage.gpu_percent,
-    )
+        seconds=seconds, tokens=tokens, first_token=first_token, latency=latency, wait=wait,
+        padding_percent=max(0.0, 100 * (1 - needed / computed)), mean_rows=rows / steps if steps else 0.0,
+        cpu_percent=usage.cpu_percent, gpu_percent=usage.gpu_percent,
+    )  # fmt: skip
 
 
 # --- strategies plot -------------------------------------------------------------------------------------------------
