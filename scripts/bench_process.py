@@ -47,14 +47,6 @@ COLUMNS = [
 Figures = dict[str, float | None]
 
 
-class Counters(msgspec.Struct):
-    """Some of the engine's statistics."""
-
-    steps: int
-    generated_tokens: int
-    step_seconds: dict[str, float]
-
-
 def prompts(config: EngineConfig) -> list[str]:
     return [random_text(Random(i), PROMPT_TOKENS) for i in range(config.n_parallel)]
 
@@ -144,19 +136,19 @@ async def measure_layer(opened: AbstractAsyncContextManager[Layer], n_new: int) 
     loop = asyncio.get_running_loop()
     async with opened as (run, stats, cpu_time):
 
-        async def counters() -> Counters:
-            return msgspec.convert(await stats(), Counters, from_attributes=True)
+        async def counters() -> tuple[int, int, float]:
+            found = msgspec.to_builtins(await stats())
+            return found["steps"], found["generated_tokens"], found["step_seconds"]["decode"]
 
         async def measure() -> Figures:
             await run(WARM_UP)
             before, cpu, began = await counters(), cpu_time() if cpu_time else 0.0, perf_counter()
             await run(n_new)
             seconds, used = perf_counter() - began, cpu_time() - cpu if cpu_time else None
-            after = await counters()
-            steps, tokens = after.steps - before.steps, after.generated_tokens - before.generated_tokens
+            steps, tokens, decode_s = (b - a for a, b in zip(before, await counters(), strict=True))
             return {
                 "speed": tokens / seconds, "rows": tokens / steps, "cpu": used and 100 * used / seconds,
-                "decode_ms": 1000 * (after.step_seconds["decode"] - before.step_seconds["decode"]) / steps,
+                "decode_ms": 1000 * decode_s / steps,
             }  # fmt: skip
 
         await asyncio.to_thread(answer_lines, lambda: asyncio.run_coroutine_threadsafe(measure(), loop).result())

@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from measuring import Comparison, Figures, markdown_table, numbers, script_arguments, words
-from server_process import cpu_seconds, get_json, measure_server, running_servers, serve_command
+from server_process import cpu_seconds, get_json, running_servers, serve_command
 
-from cppbatch.bench.load.workload import PREFIX_TOKENS, make_workload
+from cppbatch.bench.load.compare_servers import compare_servers
+from cppbatch.bench.load.target import Target
+from cppbatch.bench.load.workload import PREFIX_TOKENS, LoadSettings, make_workload
 from cppbatch.bench.prompts import Lengths
-from cppbatch.bench.report import Column
+from cppbatch.bench.report import Column, Spread
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError
@@ -102,8 +104,13 @@ class Measurement:
             sizes = {"prefix_seed": PREFIX_SEED}
         given = {key: getattr(args, key) for key in ("prompt_tokens", "output_tokens", "prefix_tokens")}
         workload = make_workload(kind, n_requests or self.n_requests, **given | sizes)
-        n, left_s = clients or self.load.clients, args.end - time.monotonic()
-        return measure_server(url, workload, seed=seed, concurrency=n, timeout=left_s)
+        load = LoadSettings(
+            workload=workload, concurrency=clients or self.load.clients, warmup=0, seed=seed, repeats=1,
+            endpoint="chat" if kind in TEXT_WORKLOADS else "completions", timeout=args.end - time.monotonic(),
+        )  # fmt: skip
+        (row,) = compare_servers([Target("server", url)], load, lambda *progress: None).rows
+        figures = {key: value.median if isinstance(value, Spread) else value for key, value in row.items()}
+        return {key: value for key, value in figures.items() if value is None or isinstance(value, (int, float))}
 
     def compare(self) -> None:
         """Prints the figures of all servers and the medians of the turns' ratios."""

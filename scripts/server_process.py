@@ -23,7 +23,7 @@ from cppbatch.interrupts import interrupt_on_termination
 
 if TYPE_CHECKING:
     from cppbatch.bench.load.client import LoadClient
-    from cppbatch.bench.load.workload import Endpoint, Workload
+    from cppbatch.bench.load.workload import Endpoint
 
 _HTTP_SECONDS, _LOAD_SECONDS = 600, 3600
 
@@ -177,23 +177,3 @@ def load_client(url: str, endpoint: Endpoint = "completions") -> LoadClient:
     from cppbatch.bench.load.client import LoadClient, TargetServer
 
     return LoadClient(TargetServer(label="server", url=url, model="", endpoint=endpoint), _LOAD_SECONDS)
-
-
-def measure_server(
-    url: str, workload: Workload, *, seed: int, concurrency: int = 16, warmup: int = 0, timeout: float = 300
-) -> dict[str, Any]:
-    """Puts a load on one server and returns its figures: those of a row of the report, as numbers, by key."""
-    from cppbatch.bench.load.compare_servers import compare_servers
-    from cppbatch.bench.load.target import Target
-    from cppbatch.bench.load.workload import LoadSettings
-    from cppbatch.bench.report import Spread
-    from cppbatch.bench.text_workloads import TEXT_WORKLOADS
-
-    endpoint: Endpoint = "chat" if workload.kind in TEXT_WORKLOADS else "completions"
-    load = LoadSettings(
-        workload=workload, concurrency=concurrency, warmup=warmup, seed=seed, repeats=1, endpoint=endpoint,
-        timeout=timeout,
-    )  # fmt: skip
-    (row,) = compare_servers([Target("server", url)], load, lambda *progress: None).rows
-    figures = {key: value.median if isinstance(value, Spread) else value for key, value in row.items()}
-    return {key: value for key, value in figures.items() if value is None or isinstance(value, (int, float))}

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,11 +21,14 @@ from unittest.mock import patch
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from measuring import markdown_table
+
 from cppbatch import SamplingParams
 from cppbatch.bench.prompts import Lengths
 from cppbatch.config import Preference
 from cppbatch.engine import step_budget
-from scripts.measuring import markdown_table
 from tests.support.fakes import context_of, fake_engine
 
 N_BATCH, N_UBATCH = 2048, 512

@@ -207,7 +207,6 @@ def _limits(config: EngineConfig) -> str:
 
 
 # --- measure memory --------------------------------------------------------------------------------------------------
-# Measures the memory of a loaded engine after its first steps.
 
 
 _NEW_TOKENS = 4
@@ -299,10 +298,7 @@ def memory_overhead(config: EngineConfig) -> Report:
         machine=this_machine(),
         model=config.model_path,
         settings={"config": config, "goal_percent": GOAL, "demands": []},
-        columns=[
-            Column("batch_size", "B"),
-            *(Column(f"over_{length}", f"{length} tokens") for length in _LENGTHS),
-        ],
+        columns=[Column("batch_size", "B"), *(Column(f"over_{length}", f"{length} tokens") for length in _LENGTHS)],
         rows=list(rows.values()),
         notes=[f"{verdict}; -ctk q8_0 -ctv q8_0 halves the cells."],
     )

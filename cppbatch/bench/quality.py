@@ -133,7 +133,6 @@ def _log_probs(
 
 
 # --- cache types -----------------------------------------------------------------------------------------------------
-# The effect of KV cache types on the text quality of a model, compared with f16.
 
 
 _SOURCE: Types = ("f16", "f16")

@@ -158,7 +158,6 @@ def _step_seconds(runtime: Runtime, n: int, sizes: RooflineSizes) -> list[float]
 
 
 # --- roofline plot ---------------------------------------------------------------------------------------------------
-# The plot of `cppbatch bench roofline`: operations per second over operations per byte.
 
 
 def plot_roofline(report: Report) -> Figure:

@@ -93,9 +93,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def measure_speedup(
-    config: EngineConfig,
-    sizes: SpeedupSizes,
-    progress: Callable[[str], object] = lambda line: None,
+    config: EngineConfig, sizes: SpeedupSizes, progress: Callable[[str], object] = lambda line: None
 ) -> Report:
     """Measures all workloads at all batch sizes. `config.spec`: the source of the drafts.
 

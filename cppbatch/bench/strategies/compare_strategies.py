@@ -256,7 +256,6 @@ def _random_lengths(draw: np.random.Generator, lengths: Lengths, n: int) -> list
 
 
 # --- strategy runner -------------------------------------------------------------------------------------------------
-# Runs a workload on an engine: adds each request at its arrival time and records its tokens and latencies.
 
 
 class WorkloadRun(msgspec.Struct, frozen=True):
