@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from measuring import Comparison, MeasuringChild, answer_lines, script_arguments
+from measuring import Comparison, Figures, MeasuringChild, answer_lines, script_arguments
 from server_process import get_json, load_client, running_server, serve_command
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
@@ -44,7 +44,6 @@ COLUMNS = [
     Column("speed", "tokens/s"), Column("decode_ms", "llama_decode, ms", 2), Column("rows", "rows a step"),
     Column("cpu", "other CPU, %"),
 ]  # fmt: skip
-Figures = dict[str, float | None]
 
 
 def prompts(config: EngineConfig) -> list[str]:

@@ -2,8 +2,7 @@
 """Compares running servers under the same load, alternately: cppbatch serve with other settings, and llama-server.
 
     .venv/bin/python scripts/bench_servers.py PEERS/llama-server [-m model.gguf] [--load mixed,fan-out] [--turns 3]
-    .venv/bin/python scripts/bench_servers.py plain="--no-prefix-cache" cached="" --load shared-prefix
-    .venv/bin/python scripts/bench_servers.py alone@1="--no-prefix-cache" shared@16="" --load fan-out --requests 16
+    .venv/bin/python scripts/bench_servers.py alone@1="--no-prefix-cache" shared@16="" --load fan-out
     .venv/bin/python scripts/bench_servers.py drafts="" off="--spec off" PEERS/llama-server
 
 NAME[@CLIENTS]=FLAGS is a `cppbatch serve` with these flags; without one, it has its defaults. The load is that of

@@ -19,7 +19,6 @@ from cppbatch.bench.report import Column, Spread, order_of_turn
 
 Figures = Mapping[str, float | None]
 """The figures of a variant in one turn by key; None: not measured."""
-_SHOWN = 5  # figures of each measurement on stderr
 
 
 class Comparison:
@@ -44,7 +43,7 @@ class Comparison:
     def note(self, name: str, turn: int, figures: Figures) -> None:
         """Adds the figures of a variant, and shows the first ones on stderr. A negative turn is not counted."""
         known = [f"{key} {value:.4g}" for key, value in figures.items() if value is not None]
-        print(f"turn {turn + 1}, {name}: {', '.join(known[:_SHOWN])}", file=sys.stderr, flush=True)
+        print(f"turn {turn + 1}, {name}: {', '.join(known[:5])}", file=sys.stderr, flush=True)
         if turn >= 0:
             self.add(name, turn, figures)
 
