@@ -7,8 +7,7 @@
 
 long-prompt: a prompt of 4,000 tokens, again and again. images, texts: requests with an image, or with a text of the
 same number of tokens, one after another; the projector has random weights and the size of SigLIP base at 224 pixels.
-readers: connections to GET /live. Streams that run at the end of the time run to their end. The last columns have the
-server's state afterwards, without requests: it must not depend on what was beside.
+readers: connections to GET /live. Streams that run at the end of the time run to their end.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from random import Random
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
 import aiohttp
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from measuring import Comparison, Figures, milliseconds, script_arguments, words
-from server_process import RunningServer, cpu_seconds, get_json, load_client, running_server, serve_command
+from server_process import RunningServer, cpu_seconds, load_client, running_server, serve_command
 
 from cppbatch.bench.load.client import RequestOutcome
 from cppbatch.bench.load.completion_stream import RequestFailure
@@ -45,14 +43,11 @@ from cppbatch.models.inspect import inspect_model
 from cppbatch.models.pull import choose_model
 
 LONG, N_TEXT, N_IMAGE = 4000, 20, 196  # tokens of a long prompt, of the text after an image, of the image
-SETTLE_S = 20.0
 BESIDE = ["long-prompt", "images", "texts", "readers"]
 COLUMNS = [
     Column("tokens_per_second", "tokens/s"), Column("gap_p50", "inter-token p50, ms", 0), Column("gap_p95", "p95", 0),
     Column("gap_longest", "longest", 0), Column("arrived", "arrived", 0), Column("ttft", "their TTFT, ms", 0),
-    Column("failed", "failed", 0), Column("server_cpu", "server CPU", 2), Column("in_flight", "in flight", 0),
-    Column("cells", "cells", 0), Column("seq_ids", "seq_ids", 0), Column("restarts", "restarts", 0),
-    Column("mib", "MiB", 0), Column("files", "files", 0),
+    Column("failed", "failed", 0), Column("server_cpu", "server CPU", 2),
 ]  # fmt: skip
 NUMBERS = itertools.count(1000)  # each prompt has its own
 
@@ -147,27 +142,7 @@ async def measure(server: RunningServer, name: str, args: argparse.Namespace) ->
         "gap_p50": milliseconds(gaps, 50), "gap_p95": milliseconds(gaps, 95), "gap_longest": milliseconds(gaps, 100),
         "arrived": len(arrived) or None, "ttft": milliseconds([each.time_to_first_token for each in arrived], 50),
         "failed": sum(outcome.failure is not None for outcome in outcomes),
-        "server_cpu": used / seconds, **(await state_of(server)),
-    }  # fmt: skip
-
-
-async def state_of(server: RunningServer) -> Figures:
-    """Returns the server's state when no request is in flight; waits for that for 20 s at most."""
-    end = monotonic() + SETTLE_S
-    while True:
-        stats = await asyncio.to_thread(get_json, f"{server.url}/stats")
-        in_flight = sum(worker["in_flight"] for worker in stats["workers"])
-        if not in_flight or monotonic() > end:
-            break
-        await asyncio.sleep(0.2)
-    process = psutil.Process(server.process.pid)
-    processes = [process, *process.children(recursive=True)]
-    return {
-        "in_flight": in_flight, "cells": stats["kv_cells_used"],
-        "seq_ids": stats["seq_ids"] - stats["seq_ids_free"] - stats["prefixes_in_cells"],
-        "restarts": sum(worker["restarts"] for worker in stats["workers"]),
-        "mib": sum(each.memory_info().rss for each in processes) / 2**20,
-        "files": sum(each.num_fds() for each in processes),
+        "server_cpu": used / seconds,
     }  # fmt: skip
 
 

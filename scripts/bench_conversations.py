@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-import gguf
 import numpy as np
 from measuring import Comparison, Figures, script_arguments, words
 from server_process import load_client, running_server, serve_command
@@ -26,7 +25,7 @@ from cppbatch.bench.load.client import LoadClient, RequestOutcome
 from cppbatch.bench.load.workload import LoadRequest
 from cppbatch.bench.report import Column
 from cppbatch.config import available_threads
-from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
+from cppbatch.models.synthetic import LlamaShape, Weight, byte_vocab, matrix, norm, start_gguf, write_gguf
 
 WORDS = [" the", " that", " this", " they", " and", " are", " was", " for", " you", " not", " with", " have", " from"]
 CHATML = (
@@ -44,28 +43,22 @@ FULL_EVERY = 6  # layers, of which one has no window; of the hybrid model every 
 def write_model(path: Path, kind: str, n_layers: int, n: int) -> Path:
     """Writes a model with random weights in Q8_0 and a ChatML template. `n`: its width; heads have 64 numbers, and a
     quarter of them keys and values."""
-    heads, vocab = n // 64, byte_vocab()
+    heads, n_ff, vocab = n // 64, 3 * n, byte_vocab()
     heads_kv = max(1, heads // 4)
-    n_kv, n_ff = heads_kv * 64, 3 * n
-    writer = gguf.GGUFWriter(path, {"plain": "llama", "window": "gemma3", "hybrid": "lfm2"}[kind])
-    is_attention = [kind != "hybrid" or i % 3 == 2 for i in range(n_layers)]
-    writer.add_context_length(8192)
-    writer.add_embedding_length(n)
-    writer.add_block_count(n_layers)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv([heads_kv * full for full in is_attention] if kind == "hybrid" else heads_kv)
+    n_kv, is_attention = heads_kv * 64, [kind != "hybrid" or i % 3 == 2 for i in range(n_layers)]
+    shape = LlamaShape(
+        n_layer=n_layers, n_embd=n, n_head=heads, n_head_kv=heads_kv, n_ff=n_ff, n_ctx_train=8192
+    )  # fmt: skip
+    writer = start_gguf(path, {"plain": "llama", "window": "gemma3", "hybrid": "lfm2"}[kind], shape, vocab)
     writer.add_key_length(64)
     writer.add_value_length(64)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(vocab.pieces))
-    add_vocab(writer, vocab)
     writer.add_chat_template(CHATML)
     if kind == "window":
         writer.add_sliding_window(WINDOW)
         writer.add_sliding_window_pattern([(i + 1) % FULL_EVERY != 0 for i in range(n_layers)])
     if kind == "hybrid":
         writer.add_shortconv_l_cache(3)
+        writer.add_head_count_kv([heads_kv * full for full in is_attention])
     weights = [matrix("token_embd", len(vocab.pieces), n, 0.5)]
     for i, full in enumerate(is_attention):
         blk = f"blk.{i}"

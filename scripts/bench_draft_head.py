@@ -22,7 +22,6 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,61 +29,44 @@ import aiohttp
 import gguf
 import numpy as np
 from gguf.quants import quantize
-from measuring import Comparison, Figures, cell, markdown_table, numbers, ratio_cell, script_arguments
+from measuring import Comparison, Figures, markdown_table, numbers, script_arguments
 from server_process import running_servers
 
+from cppbatch.bench.report import Column
 from cppbatch.config import available_threads
-from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
+from cppbatch.models.synthetic import LlamaShape, Weight, byte_vocab, matrix, norm, start_gguf, write_gguf
 
 FIRST = 8  # the first token of the round; those before it mean something to the tokenizer
 N_ROUND = 512  # tokens of the round, and those before it
 HEAD_SIZE = 64
 
 
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a model; the defaults are those of Llama 3.2 1B, but for the vocabulary."""
-
-    layers: int = 16
-    width: int = 2048
-    ff: int = 8192
-    vocab: int = N_ROUND
-    """Tokens; those after the round are never generated."""
-    quant: str = "Q8_0"
-    """Type of the matrices, except those that determine the text and the drafts, which are Q8_0."""
-
-
-def write_model(path: Path, size: Size, acceptance: float) -> Path:
-    """Writes a Hunyuan 3 model (hy_v3) with dense layers and a head. `acceptance`: from 0 to 1."""
-    n, n_kv = size.width, size.width // 4
-    writer = gguf.GGUFWriter(path, "hy_v3")
-    writer.add_context_length(8192)
-    writer.add_embedding_length(n)
-    writer.add_block_count(size.layers + 1)
+def write_model(path: Path, args: argparse.Namespace, acceptance: float) -> Path:
+    """Writes a Hunyuan 3 model (hy_v3) with dense layers and a head. `acceptance`: from 0 to 1. What determines the
+    text and the drafts is Q8_0; tokens after the round are never generated."""
+    n, n_kv, n_ff, vocab = args.width, args.width // 4, 4 * args.width, byte_vocab(args.vocab)
+    shape = LlamaShape(
+        n_layer=args.layers + 1, n_embd=n, n_head=n // HEAD_SIZE, n_head_kv=n_kv // HEAD_SIZE, n_ff=n_ff,
+        n_ctx_train=8192,
+    )  # fmt: skip
+    writer = start_gguf(path, "hy_v3", shape, vocab)
     writer.add_nextn_predict_layers(1)
-    writer.add_feed_forward_length(size.ff)
-    writer.add_expert_feed_forward_length(size.ff)
-    writer.add_head_count(n // HEAD_SIZE)
-    writer.add_head_count_kv(n_kv // HEAD_SIZE)
-    writer.add_key_length(HEAD_SIZE)
-    writer.add_value_length(HEAD_SIZE)
-    writer.add_rope_dimension_count(HEAD_SIZE)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(size.vocab)
-    add_vocab(writer, byte_vocab(size.vocab))
-    tables = [Weight(f"{name}.weight", (size.vocab, n), kind="Q8_0") for name in ("token_embd", "output")]
+    writer.add_expert_feed_forward_length(n_ff)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(HEAD_SIZE)
+    tables = [Weight(f"{name}.weight", (args.vocab, n), kind="Q8_0") for name in ("token_embd", "output")]
     weights: list[Weight] = [*tables, norm("output_norm", n)]
-    for i in range(size.layers + 1):
+    for i in range(args.layers + 1):
         blk = f"blk.{i}"
         weights += [norm(f"{blk}.{name}_norm", n) for name in ("attn", "ffn")]
         weights += [norm(f"{blk}.attn_{x}_norm", HEAD_SIZE) for x in "qk"]
         weights += [matrix(f"{blk}.attn_q", n, n), matrix(f"{blk}.attn_k", n_kv, n), matrix(f"{blk}.attn_v", n_kv, n)]
-        weights += [Weight(f"{blk}.attn_output.weight", (n, n)), Weight(f"{blk}.ffn_down.weight", (n, size.ff))]
-        weights += [matrix(f"{blk}.ffn_{x}", size.ff, n) for x in ("gate", "up")]
-    nextn = f"blk.{size.layers}.nextn"
+        weights += [Weight(f"{blk}.attn_output.weight", (n, n)), Weight(f"{blk}.ffn_down.weight", (n, n_ff))]
+        weights += [matrix(f"{blk}.ffn_{x}", n_ff, n) for x in ("gate", "up")]
+    nextn = f"blk.{args.layers}.nextn"
     weights += [norm(f"{nextn}.{name}", n) for name in ("enorm", "hnorm", "shared_head_norm")]
     weights.append(Weight(f"{nextn}.eh_proj.weight", (n, 2 * n), kind="Q8_0"))
-    written = write_gguf(path, writer, weights, quant=size.quant)
+    written = write_gguf(path, writer, weights, quant=args.quant)
     embeddings, output, head = _tables(n, acceptance)
     arrays = {"token_embd.weight": embeddings, "output.weight": output, f"{nextn}.eh_proj.weight": head}
     for tensor in gguf.GGUFReader(written, "r+").tensors:
@@ -144,10 +126,10 @@ def main() -> None:
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="keep the models there")
     parser.add_argument("--acceptance", type=numbers, default=[60, 80, 100], help="percent of the tokens")
     parser.add_argument("-B", dest="at_once", type=numbers, default=[1, 4, 16])
-    parser.add_argument("--layers", type=int, default=Size.layers)
-    parser.add_argument("--width", type=int, default=Size.width)
-    parser.add_argument("--vocab", type=int, default=Size.vocab, help="tokens")
-    parser.add_argument("--quant", choices=["Q8_0", "Q4_0", "F16"], default=Size.quant, help="type of the matrices")
+    parser.add_argument("--layers", type=int, default=16, help="(as Llama 3.2 1B)")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=N_ROUND, help="tokens")
+    parser.add_argument("--quant", choices=["Q8_0", "Q4_0", "F16"], default="Q8_0", help="type of the matrices")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--answers", type=int, default=2, help="of each client in each turn")
     args = parser.parse_args()
@@ -155,17 +137,16 @@ def main() -> None:
         parser.error("name the program llama-server, or --models FOLDER, or both")
     if args.models:
         args.models.mkdir(parents=True, exist_ok=True)
-    size = Size(args.layers, args.width, 4 * args.width, args.vocab, args.quant)
     for acceptance in args.acceptance:
         with contextlib.nullcontext(args.models) if args.models else tempfile.TemporaryDirectory() as folder:
-            model = write_model(Path(folder, f"head-{acceptance}.gguf"), size, acceptance / 100)
+            model = write_model(Path(folder, f"head-{acceptance}.gguf"), args, acceptance / 100)
             print(f"\nacceptance {acceptance}%, {model.stat().st_size / 1e6:,.0f} MB\n", flush=True)
             if args.llama_server:
                 print(markdown_table(TITLES, [row(args, model, n) for n in args.at_once]), flush=True)
 
 
 TITLES = [
-    "B", "cppbatch off", "mtp", "mtp / off", "llama-server off", "draft-mtp", "mtp / off", "ours / its best",
+    "B", "cppbatch off", "mtp", "llama-server off", "draft-mtp", "mtp / off", "draft-mtp / off", "ours / its best",
 ]  # fmt: skip
 
 
@@ -183,13 +164,9 @@ def row(args: argparse.Namespace, model: Path, at_once: int) -> list[str]:
             return {"speed": asyncio.run(tokens_per_second(servers[name].url, *load))}
 
         found = Comparison(commands).measure(args.turns, measure, uncounted=1)  # it learns what drafts gain
-    speeds = {name: found.median(name, "speed") or 0.0 for name in commands}
-    best = max(("none", "draft-mtp"), key=speeds.__getitem__)
-    ratios = [
-        ratio_cell(found.ratio("speed", *pair)) for pair in (("mtp", "off"), ("draft-mtp", "none"), ("mtp", best))
-    ]
-    off, mtp, none, draft = (cell(speed, 1) for speed in speeds.values())
-    return [str(at_once), off, mtp, ratios[0], none, draft, *ratios[1:]]
+    best = max(("none", "draft-mtp"), key=lambda name: found.median(name, "speed") or 0.0)
+    pairs = [("mtp", "off"), ("draft-mtp", "none"), ("mtp", best)]
+    return found.side_by_side([Column("speed", str(at_once))], pairs)[0]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ process of its own, which loads the model once; then all are measured in short t
 machine changes from minute to minute. The prompts are in the prefix cache, so that each step has 16 decode rows, and
 there are no drafts.
 
-    .venv/bin/python scripts/bench_process.py [-m model.gguf] [--turns 9] [--tokens 96] [--kv-layout per-sequence]
+    .venv/bin/python scripts/bench_process.py [-m model.gguf] [--turns 9] [--tokens 96] [-n 16] [-t 1]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from measuring import Comparison, MeasuringChild, answer_lines, script_arguments
+from measuring import Comparison, Figures, MeasuringChild, answer_lines, script_arguments
 from server_process import get_json, load_client, running_server, serve_command
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
@@ -44,15 +44,6 @@ COLUMNS = [
     Column("speed", "tokens/s"), Column("decode_ms", "llama_decode, ms", 2), Column("rows", "rows a step"),
     Column("cpu", "other CPU, %"),
 ]  # fmt: skip
-Figures = dict[str, float | None]
-
-
-class Counters(msgspec.Struct):
-    """Some of the engine's statistics."""
-
-    steps: int
-    generated_tokens: int
-    step_seconds: dict[str, float]
 
 
 def prompts(config: EngineConfig) -> list[str]:
@@ -121,7 +112,7 @@ async def http_layer(config: EngineConfig) -> AsyncIterator[Layer]:
     """The client is this process."""
     command = serve_command(
         config.model_path, "-np", config.n_parallel, "-c", config.n_ctx, "--kv-layout", config.kv_layout,
-        "-fa", config.flash_attn, "--spec", "off", "-t", config.n_threads,
+        "--spec", "off", "-t", config.n_threads,
     )  # fmt: skip
     with running_server(command) as running:
         front = psutil.Process(running.process.pid)
@@ -144,19 +135,19 @@ async def measure_layer(opened: AbstractAsyncContextManager[Layer], n_new: int) 
     loop = asyncio.get_running_loop()
     async with opened as (run, stats, cpu_time):
 
-        async def counters() -> Counters:
-            return msgspec.convert(await stats(), Counters, from_attributes=True)
+        async def counters() -> tuple[int, int, float]:
+            found = msgspec.to_builtins(await stats())
+            return found["steps"], found["generated_tokens"], found["step_seconds"]["decode"]
 
         async def measure() -> Figures:
             await run(WARM_UP)
             before, cpu, began = await counters(), cpu_time() if cpu_time else 0.0, perf_counter()
             await run(n_new)
             seconds, used = perf_counter() - began, cpu_time() - cpu if cpu_time else None
-            after = await counters()
-            steps, tokens = after.steps - before.steps, after.generated_tokens - before.generated_tokens
+            steps, tokens, decode_s = (b - a for a, b in zip(before, await counters(), strict=True))
             return {
                 "speed": tokens / seconds, "rows": tokens / steps, "cpu": used and 100 * used / seconds,
-                "decode_ms": 1000 * (after.step_seconds["decode"] - before.step_seconds["decode"]) / steps,
+                "decode_ms": 1000 * decode_s / steps,
             }  # fmt: skip
 
         await asyncio.to_thread(answer_lines, lambda: asyncio.run_coroutine_threadsafe(measure(), loop).result())
@@ -185,14 +176,12 @@ def main() -> None:
     parser = script_arguments(__doc__, turns=9)
     parser.add_argument("-n", "--streams", type=int, default=16, help="streams at once (16)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of each (96)")
-    parser.add_argument("--kv-layout", choices=["unified", "per-sequence"], default="per-sequence")
-    parser.add_argument("-fa", "--flash-attn", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("-t", "--threads", type=int, default=0)
     args = parser.parse_args()
     config = EngineConfig(
-        model_path=str(choose_model(args.model).absolute()), n_parallel=args.streams, kv_layout=args.kv_layout,
+        model_path=str(choose_model(args.model).absolute()), n_parallel=args.streams, kv_layout="per-sequence",
         n_ctx=args.streams * (8 * PROMPT_TOKENS + args.tokens),  # a word may be several tokens
-        flash_attn=args.flash_attn, n_threads=args.threads, spec="off",
+        n_threads=args.threads, spec="off",
     )  # fmt: skip
     given, names = msgspec.json.encode(config).decode(), [BARE, *LAYERS]
     with ExitStack() as stack:

@@ -99,28 +99,12 @@ def deploy(config: EngineConfig, router: str, n_replicas: int) -> RayEngine:
     return RayEngine(config, ServeReplicas(name))
 
 
-class Draw:
-    """Random tokens and lengths."""
-
-    def __init__(self, *seed: int, n_vocab: int) -> None:
-        self.rng, self._n_vocab = np.random.default_rng(seed), n_vocab
-
-    def length(self, median: float, sigma: float) -> int:
-        """`sigma`: the standard deviation of the logarithm."""
-        return max(1, round(median * float(np.exp(sigma * self.rng.standard_normal()))))
-
-    def tokens(self, n: int) -> list[int]:
-        tokens: list[int] = random_prompt(self.rng, n, self._n_vocab).tolist()
-        return tokens
-
-
 @dataclass
 class Turn:
     """The requests of one turn of the benchmark."""
 
-    systems: list[list[int]]
-    """System prompts; the k-th most popular is used in proportion to 1 / k."""
     used: set[int] = field(default_factory=set)
+    """System prompts that a request had."""
     requests: int = 0
     prompt: int = 0
     cached: int = 0
@@ -130,18 +114,25 @@ class Turn:
     ttft: list[float] = field(default_factory=list)
 
 
+def length(rng: np.random.Generator, median: float, sigma: float) -> int:
+    """`sigma`: the standard deviation of the logarithm."""
+    return max(1, round(median * float(np.exp(sigma * rng.standard_normal()))))
+
+
 async def run_turn(engine: RayEngine, turn: int, args: argparse.Namespace) -> dict[str, float]:
-    """Lets clients take conversations, one after the other, until all are over."""
-    seed, n_vocab = args.seed + turn, min(32_000, engine.info.n_vocab)
-    draw = Draw(seed, n_vocab=n_vocab)
-    run = Turn([draw.tokens(min(draw.length(args.system_tokens, 0.3), LONGEST // 2)) for _ in range(args.apps)])
+    """Lets clients take conversations, one after the other, until all are over. The k-th most popular system prompt is
+    used in proportion to 1 / k."""
+    rng, n_vocab, run = np.random.default_rng(args.seed + turn), min(32_000, engine.info.n_vocab), Turn()
+    systems = [length(rng, args.system_tokens, 0.3) for _ in range(args.apps)]
+    prompts = [random_prompt(rng, min(n, LONGEST // 2), n_vocab).tolist() for n in systems]
     shares = 1 / np.arange(1, args.apps + 1)
-    apps = iter(enumerate(draw.rng.choice(args.apps, args.conversations, p=shares / shares.sum()).tolist()))
-    began = perf_counter()
+    apps = rng.choice(args.apps, args.conversations, p=shares / shares.sum()).tolist()
+    waiting, began = iter(enumerate(apps)), perf_counter()
 
     async def client() -> None:
-        for number, app in apps:
-            await converse(engine, Draw(seed, 1, number, n_vocab=n_vocab), app, run)
+        for number, app in waiting:
+            own = np.random.default_rng((args.seed + turn, number))
+            await converse(engine, own, app, prompts[app], run)
 
     await asyncio.gather(*(client() for _ in range(args.clients)))
     return {
@@ -151,19 +142,19 @@ async def run_turn(engine: RayEngine, turn: int, args: argparse.Namespace) -> di
     }  # fmt: skip
 
 
-async def converse(engine: EngineClient, draw: Draw, app: int, run: Turn) -> None:
+async def converse(engine: EngineClient, rng: np.random.Generator, app: int, history: list[int], run: Turn) -> None:
     """Holds a conversation: each prompt has the one before, its answer, and what the user writes then."""
-    history, known, number = run.systems[app], 0, 0
-    while not number or draw.rng.random() < MORE:
-        prompt, n_new = history + draw.tokens(draw.length(40, 0.5)), draw.length(24, 0.5)
+    known, is_first = 0, True
+    while is_first or rng.random() < MORE:
+        user = random_prompt(rng, length(rng, 40, 0.5), min(32_000, engine.info.n_vocab)).tolist()
+        prompt, n_new, output = history + user, length(rng, 24, 0.5), list[int]()
         if len(prompt) + n_new > LONGEST:
             return
         run.possible += known or len(history) * (app in run.used)
         run.used.add(app)
         params = SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True)
-        request = GenerationRequest(id=str(next(NUMBERS)), prompt=prompt, params=params)
-        output, began = list[int](), perf_counter()
-        async for event in engine.submit(request):
+        began = perf_counter()
+        async for event in engine.submit(GenerationRequest(id=str(next(NUMBERS)), prompt=prompt, params=params)):
             if event.tokens and not output:
                 run.ttft.append(perf_counter() - began)
             output += event.tokens
@@ -171,7 +162,7 @@ async def converse(engine: EngineClient, draw: Draw, app: int, run: Turn) -> Non
                 run.cached += event.usage.cached_tokens
         assert len(output) == n_new
         run.requests, run.prompt, run.output = run.requests + 1, run.prompt + len(prompt), run.output + n_new
-        history, known, number = prompt + output, len(prompt) + n_new - 1, number + 1
+        history, known, is_first = prompt + output, len(prompt) + n_new - 1, False
 
 
 if __name__ == "__main__":

@@ -49,12 +49,9 @@ def rpc_worker(threads: int) -> Iterator[int]:
 
 def traffic(ports: list[int]) -> dict[str, int]:
     """Returns the bytes sent to these ports and received from them so far, of open connections."""
-    found = {}
     connections = " or ".join(f"dport = :{port}" for port in ports)
     printed = subprocess.run(["ss", "-Htin", connections], capture_output=True, text=True, check=True).stdout
-    for what in ("sent", "received"):
-        found[what] = sum(map(int, re.findall(rf"bytes_{what}:(\d+)", printed)))
-    return found
+    return {what: sum(map(int, re.findall(rf"bytes_{what}:(\d+)", printed))) for what in ("sent", "received")}
 
 
 def main() -> None:

@@ -9,10 +9,11 @@ it brings the files into the file cache, and finds out what is cached about the 
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import time
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from measuring import Comparison, script_arguments
 from server_process import ChildProcess, free_port, serve_command
@@ -22,7 +23,7 @@ from cppbatch.config import EngineConfig, available_threads
 from cppbatch.models.pull import choose_model
 
 TIMEOUT_S = 120
-BODY = json.dumps({"prompt": "Hello", "max_tokens": 4, "stream": True})
+BODY = json.dumps({"prompt": "Hello", "max_tokens": 4, "stream": True}).encode()
 
 
 def first_token(command: list[str]) -> float:
@@ -40,15 +41,10 @@ def first_token(command: list[str]) -> float:
 
 def answers(port: int) -> bool:
     """Whether the server sends the first event of a stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    try:
-        connection.request("POST", "/v1/completions", BODY, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status == 200 and answer.readline().startswith(b"data: {")
-    except OSError:
-        return False
-    finally:
-        connection.close()
+    url, headers = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+    with contextlib.suppress(OSError), urlopen(Request(url, BODY, headers), timeout=TIMEOUT_S) as answer:
+        return bool(answer.readline().startswith(b"data: {"))
+    return False
 
 
 def main() -> None:

@@ -169,15 +169,13 @@ def main() -> None:
             for name, report in zip(named, reports, strict=True):
                 found.note(name, turn, report)
     titles, first = list(reports[0]), found.names[0]
-    rows = []
-    for name in named:
-        row = [name]
-        for title in titles:
-            ratio = found.ratio(title, name, first)
-            text = f" ({ratio.median:.2f}, {ratio.low:.2f} to {ratio.high:.2f})" if ratio and name != first else ""
-            row.append(f"{found.median(name, title):,.0f}{text}")
-        rows.append(row)
-    print(markdown_table(["", *titles], rows))
+
+    def shown(name: str, title: str) -> str:
+        ratio = found.ratio(title, name, first) if name != first else None
+        text = f" ({ratio.median:.2f}, {ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
+        return f"{found.median(name, title):,.0f}{text}"
+
+    print(markdown_table(["", *titles], [[name, *(shown(name, title) for title in titles)] for name in named]))
     return None
 
 

@@ -34,7 +34,6 @@ from cppbatch.bench.report import Column, Report, Spread, format_cell
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import DEFAULT
 from cppbatch.models.synthetic import SHAPES
-from cppbatch.sizing.machine import Machine
 
 Command = Sequence[object]
 """The words of a command; each is converted by `str`."""
@@ -276,15 +275,15 @@ def its_table(outcome: CommandResult) -> str:
 
 def about_machine(page: Page) -> None:
     """Adds the first section, with a note if there is no GPU."""
-    machines: list[Machine] = []
+    devices: list[Any] = []
 
     def show(outcome: CommandResult) -> str:
-        machines.append(msgspec.json.decode(outcome.output.strip().splitlines()[-1], type=Machine))
-        fields = msgspec.to_builtins(machines[0])
+        fields = msgspec.json.decode(outcome.output.strip().splitlines()[-1])
+        devices.append(fields["devices"])
         return markdown_table(["", ""], [[name, format_value(value)] for name, value in fields.items()])
 
     page.run("Machine and build", [PYTHON, "-c", PRINT_MACHINE], 60, show, "##")
-    if machines and not machines[0].devices:
+    if devices == [[]]:
         page.add("**No GPU was there, or none that this build can use: all figures are the CPU's.**")
 
 

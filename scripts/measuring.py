@@ -19,7 +19,6 @@ from cppbatch.bench.report import Column, Spread, order_of_turn
 
 Figures = Mapping[str, float | None]
 """The figures of a variant in one turn by key; None: not measured."""
-_SHOWN = 5  # figures of each measurement on stderr
 
 
 class Comparison:
@@ -44,7 +43,7 @@ class Comparison:
     def note(self, name: str, turn: int, figures: Figures) -> None:
         """Adds the figures of a variant, and shows the first ones on stderr. A negative turn is not counted."""
         known = [f"{key} {value:.4g}" for key, value in figures.items() if value is not None]
-        print(f"turn {turn + 1}, {name}: {', '.join(known[:_SHOWN])}", file=sys.stderr, flush=True)
+        print(f"turn {turn + 1}, {name}: {', '.join(known[:5])}", file=sys.stderr, flush=True)
         if turn >= 0:
             self.add(name, turn, figures)
 
@@ -86,13 +85,13 @@ class Comparison:
         ]
         return markdown_table(["", *(column.title for column in columns), *(ratios or {}).values()], rows)
 
-    def side_by_side(self, columns: Sequence[Column], first: str, second: str) -> list[list[str]]:
-        """Returns a row for each figure: title, medians of these variants, ratio of the first to the second."""
+    def side_by_side(self, columns: Sequence[Column], pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
+        """Returns a row for each figure: title, medians of all variants, ratios of each pair."""
         return [
             [
                 column.title,
-                *(cell(self.median(name, column.key), column.digits) for name in (first, second)),
-                ratio_cell(self.ratio(column.key, first, second)),
+                *(cell(self.median(name, column.key), column.digits) for name in self.names),
+                *(ratio_cell(self.ratio(column.key, *pair)) for pair in pairs),
             ]
             for column in columns
         ]

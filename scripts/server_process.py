@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import socket
@@ -24,7 +23,7 @@ from cppbatch.interrupts import interrupt_on_termination
 
 if TYPE_CHECKING:
     from cppbatch.bench.load.client import LoadClient
-    from cppbatch.bench.load.workload import Endpoint, Workload
+    from cppbatch.bench.load.workload import Endpoint
 
 _HTTP_SECONDS, _LOAD_SECONDS = 600, 3600
 
@@ -173,53 +172,8 @@ def get_json(url: str) -> Any:
         return json.load(answer)
 
 
-def post_json(url: str, body: object) -> Any:
-    """Returns the decoded answer to a POST of JSON. Raises OSError."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
-        return json.load(answer)
-
-
 def load_client(url: str, endpoint: Endpoint = "completions") -> LoadClient:
     """Returns the client of `cppbatch bench serve` for one server: a context manager that sends streaming requests."""
     from cppbatch.bench.load.client import LoadClient, TargetServer
 
     return LoadClient(TargetServer(label="server", url=url, model="", endpoint=endpoint), _LOAD_SECONDS)
-
-
-def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the sizes of a load's requests, as `cppbatch bench serve` names them, for `make_load`."""
-    from cppbatch.bench.load.workload import PREFIX_TOKENS
-    from cppbatch.bench.prompts import Lengths
-
-    for what in ("prompt", "output"):
-        parser.add_argument(f"--{what}-tokens", type=lambda n: Lengths(int(n), int(n)), help="(as the load says)")
-    parser.add_argument("--prefix-tokens", type=int, default=PREFIX_TOKENS, help=f"of shared-prefix ({PREFIX_TOKENS})")
-
-
-def make_load(args: argparse.Namespace, kind: str, n_requests: int, **others: Any) -> Workload:
-    """Returns the load of this kind with the sizes of the options."""
-    from cppbatch.bench.load.workload import make_workload
-
-    sizes = {name: getattr(args, name) for name in ("prompt_tokens", "output_tokens", "prefix_tokens")}
-    return make_workload(kind, n_requests, **{**sizes, **others})
-
-
-def measure_server(
-    url: str, workload: Workload, *, seed: int, concurrency: int = 16, warmup: int = 0, timeout: float = 300
-) -> dict[str, Any]:
-    """Puts a load on one server and returns its figures: those of a row of the report, as numbers, by key."""
-    from cppbatch.bench.load.compare_servers import compare_servers
-    from cppbatch.bench.load.target import Target
-    from cppbatch.bench.load.workload import LoadSettings
-    from cppbatch.bench.report import Spread
-    from cppbatch.bench.text_workloads import TEXT_WORKLOADS
-
-    endpoint: Endpoint = "chat" if workload.kind in TEXT_WORKLOADS else "completions"
-    load = LoadSettings(
-        workload=workload, concurrency=concurrency, warmup=warmup, seed=seed, repeats=1, endpoint=endpoint,
-        timeout=timeout,
-    )  # fmt: skip
-    (row,) = compare_servers([Target("server", url)], load, lambda *progress: None).rows
-    figures = {key: value.median if isinstance(value, Spread) else value for key, value in row.items()}
-    return {key: value for key, value in figures.items() if value is None or isinstance(value, (int, float))}

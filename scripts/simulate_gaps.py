@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from measuring import markdown_table
 
 from cppbatch import SamplingParams
 from cppbatch.bench.prompts import Lengths
@@ -172,31 +178,6 @@ def run_llama_server(law: Law, requests: Sequence[Request], n_clients: int) -> l
     return times.figures()
 
 
-def main() -> None:
-    """Prints a line for llama-server's policy and one for each setting, with the ratio of tokens/s to that policy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(LAWS))
-    parser.add_argument("--layers", type=float, default=1, help="part of the model's layers, such as 0.25 (all)")
-    parser.add_argument("--loads", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--shortest", type=int, default=16, help="tokens of a prompt (16)")
-    parser.add_argument("--longest", type=int, default=256, help="tokens of a prompt (256)")
-    parser.add_argument("--new", default="16,128", help="new tokens, or their range (16,128)")
-    parser.add_argument("--prefer", default="balanced", help="settings, or multiples of a step: 7,10,13")
-    args = parser.parse_args()
-    new = list(map(int, args.new.split(",")))
-    sizes = [Lengths(args.shortest, args.longest), Lengths(new[0], new[-1])]
-    loads = [load(seed, args.requests, *sizes) for seed in range(args.loads)]
-    print(f"{'':26}", *(f"{column:>15}" for column in COLUMNS))
-    for name in args.models.split(","):
-        law = LAWS[name].part(args.layers)
-        theirs = [run_llama_server(law, each, args.clients) for each in loads]
-        show(f"{name} llama-server", theirs, theirs)
-        for prefer in args.prefer.split(","):
-            show(f"{name} {prefer}", run_engine(law, prefer, loads, args.clients), theirs)
-
-
 def run_engine(law: Law, prefer: str, loads: Sequence[Sequence[Request]], n_clients: int) -> list[list[float]]:
     """Returns the figures of loads. `prefer`: a setting, or a multiple of a step without prefill for `balanced`."""
     is_multiple = prefer[0].isdecimal()
@@ -211,12 +192,33 @@ def run_engine(law: Law, prefer: str, loads: Sequence[Sequence[Request]], n_clie
         return [engine.run(each) for each in loads]
 
 
-def show(name: str, runs: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> None:
-    """Prints the medians of several loads, and that of the ratios of tokens/s."""
+def row(name: str, runs: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[str]:
+    """Returns the medians of several loads, and that of the ratios of tokens/s."""
     ratio = median(ours[0] / their[0] for ours, their in zip(runs, theirs, strict=True))
-    print(
-        f"{name:26}", *(f"{median(column):15.1f}" for column in zip(*runs, strict=True)), f"{ratio:15.3f}", flush=True
-    )
+    return [name, *(f"{median(column):.1f}" for column in zip(*runs, strict=True)), f"{ratio:.3f}"]
+
+
+def main() -> None:
+    """Prints a row for llama-server's policy and one for each setting, with the ratio of tokens/s to that policy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(LAWS))
+    parser.add_argument("--layers", type=float, default=1, help="part of the model's layers, such as 0.25 (all)")
+    for name, default in {"loads": 7, "requests": 24, "clients": 16, "shortest": 16, "longest": 256}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default}; shortest, longest: prompts)")
+    parser.add_argument("--new", default="16,128", help="new tokens, or their range (16,128)")
+    parser.add_argument("--prefer", default="balanced", help="settings, or multiples of a step: 7,10,13")
+    args = parser.parse_args()
+    new = list(map(int, args.new.split(",")))
+    sizes = [Lengths(args.shortest, args.longest), Lengths(new[0], new[-1])]
+    loads = [load(seed, args.requests, *sizes) for seed in range(args.loads)]
+    rows = []
+    for name in args.models.split(","):
+        law = LAWS[name].part(args.layers)
+        theirs = [run_llama_server(law, each, args.clients) for each in loads]
+        rows.append(row(f"{name} llama-server", theirs, theirs))
+        for prefer in args.prefer.split(","):
+            rows.append(row(f"{name} {prefer}", run_engine(law, prefer, loads, args.clients), theirs))
+    print(markdown_table(["", *COLUMNS], rows))
 
 
 if __name__ == "__main__":

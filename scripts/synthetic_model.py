@@ -57,9 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ff", dest="n_ff", type=int, help="size of the feed-forward layers")
     parser.add_argument("--ctx", dest="n_ctx_train", type=int, help="context length of the training")
     parser.add_argument(
-        "--vocab-from",
-        metavar="FILE|bytes",
-        help="another GGUF file (the default model), or a plain one",
+        "--vocab-from", metavar="FILE|bytes", help="another GGUF file (the default model), or a plain one"
     )
     parser.add_argument(
         "--vocab-size", type=int, help=f"tokens, unused ones filled in ({LLAMA3_VOCAB}, or the other file's, if more)"

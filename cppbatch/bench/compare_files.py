@@ -25,16 +25,10 @@ _PARALLEL = 16
 _PROMPT, _NEW = 32, 24  # tokens
 _SPEED_SECONDS, _MAX_TURNS = 10, 5
 _FILE_COLUMNS = [
-    Column("name", "file"),
-    Column("size_mb", "MB"),
-    Column("weights_mib", "weights MiB"),
-    Column("decode_1", "tok/s B=1"),
-    Column("decode_16", "B=16"),
-    Column("prefill", "prefill", 0),
-    Column("perplexity", "perplexity", 2),
-    Column("kl_divergence", "KL", 4),
-    Column("same_top_percent", "same top %"),
-]
+    Column("name", "file"), Column("size_mb", "MB"), Column("weights_mib", "weights MiB"),
+    Column("decode_1", "tok/s B=1"), Column("decode_16", "B=16"), Column("prefill", "prefill", 0),
+    Column("perplexity", "perplexity", 2), Column("kl_divergence", "KL", 4), Column("same_top_percent", "same top %"),
+]  # fmt: skip
 
 
 def compare_files(source: Path, other: Path, progress: Callable[[str], object] = lambda line: None) -> Report:
@@ -55,15 +49,10 @@ def compare_files(source: Path, other: Path, progress: Callable[[str], object] =
             progress("text quality")
             notes += _quality(first, second, configs, rows)
     return Report(
-        kind="requantize",
-        title=f"{source.name} and {other.name}",
-        machine=this_machine(),
-        model=source.stem,
+        kind="requantize", title=f"{source.name} and {other.name}", machine=this_machine(), model=source.stem,
         settings={"prompt_tokens": _PROMPT, "new_tokens": _NEW, "batch_sizes": [1, _PARALLEL]},
-        columns=[column for column in _FILE_COLUMNS if any(column.key in row for row in rows)],
-        rows=rows,
-        notes=notes,
-    )
+        columns=[column for column in _FILE_COLUMNS if any(column.key in row for row in rows)], rows=rows, notes=notes,
+    )  # fmt: skip
 
 
 def _weights(configs: list[EngineConfig]) -> list[int | None]:

@@ -33,11 +33,8 @@ _MEANING = {
     "waiting": "no request",
 }
 _COLUMNS = [
-    Column("part", "part"),
-    Column("seconds", "s", 3),
-    Column("percent", "% of the time"),
-    Column("meaning", "meaning"),
-]
+    Column("part", "part"), Column("seconds", "s", 3), Column("percent", "% of the time"), Column("meaning", "meaning"),
+]  # fmt: skip
 _PHASES = ("schedule", "fill", "decode", "sample", "advance")
 _TRACKS = (TRACKS["device"], TRACKS["steps"])
 _INTERVALS = 60  # of the plot
@@ -133,34 +130,25 @@ def explain(path: Path) -> Report:
     work = [step.work for step in steps]
     rows = [
         {
-            "part": part,
-            "seconds": before[part],
-            "percent": 100 * before[part] / took,
-            "meaning": _MEANING[part],
+            "part": part, "seconds": before[part], "percent": 100 * before[part] / took, "meaning": _MEANING[part],
             "over_time": over_time[part],
         }
         for part in ("ideal", *LOST)
-    ]
+    ]  # fmt: skip
     return Report(
         kind="explain",
         title=f"{path.name}: {len(steps)} steps in {took:.2f} s, {100 * of_ideal:.1f}% of ideal without waiting",
         machine=this_machine(with_llama=False),
         settings={
-            "steps": len(steps),
-            "seconds": took,
-            "of_ideal": of_ideal,
+            "steps": len(steps), "seconds": took, "of_ideal": of_ideal,
             "decode_rows": sum(each.rows for each in work),
             "prompt_tokens": sum(each.prompt_tokens for each in work),
             "ms_by_rows": {n: 1000 * seconds for n, seconds in costs.rows},
             "token_ms_by_piece": {n: 1000 * seconds for n, seconds in costs.tokens},
         },
-        columns=_COLUMNS,
-        rows=rows,
-        notes=[
-            "(The machine shown is the one that read the trace.)",
-            _costs_line(costs),
-        ],
-    )
+        columns=_COLUMNS, rows=rows,
+        notes=["(The machine shown is the one that read the trace.)", _costs_line(costs)],
+    )  # fmt: skip
 
 
 def _intervals(start: float, end: float) -> list[tuple[int, float]]:

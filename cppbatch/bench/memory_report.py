@@ -166,12 +166,9 @@ def _name(buffer: Buffer) -> str:
 
 def _row(buffer: Buffer, devices: Sequence[Device]) -> dict[str, Any]:
     return {
-        "what": _name(buffer),
-        "where": _where(buffer, devices),
-        "predicted_mib": buffer.n_bytes / 2**20,
-        "kind": buffer.kind,
-        "place": buffer.buffer_type,
-    }
+        "what": _name(buffer), "where": _where(buffer, devices), "predicted_mib": buffer.n_bytes / 2**20,
+        "kind": buffer.kind, "place": buffer.buffer_type,
+    }  # fmt: skip
 
 
 def _where(buffer: Buffer, devices: Sequence[Device]) -> str:
@@ -210,7 +207,6 @@ def _limits(config: EngineConfig) -> str:
 
 
 # --- measure memory --------------------------------------------------------------------------------------------------
-# Measures the memory of a loaded engine after its first steps.
 
 
 _NEW_TOKENS = 4
@@ -302,10 +298,7 @@ def memory_overhead(config: EngineConfig) -> Report:
         machine=this_machine(),
         model=config.model_path,
         settings={"config": config, "goal_percent": GOAL, "demands": []},
-        columns=[
-            Column("batch_size", "B"),
-            *(Column(f"over_{length}", f"{length} tokens") for length in _LENGTHS),
-        ],
+        columns=[Column("batch_size", "B"), *(Column(f"over_{length}", f"{length} tokens") for length in _LENGTHS)],
         rows=list(rows.values()),
         notes=[f"{verdict}; -ctk q8_0 -ctv q8_0 halves the cells."],
     )

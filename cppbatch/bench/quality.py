@@ -133,19 +133,14 @@ def _log_probs(
 
 
 # --- cache types -----------------------------------------------------------------------------------------------------
-# The effect of KV cache types on the text quality of a model, compared with f16.
 
 
 _SOURCE: Types = ("f16", "f16")
 _COLUMNS = [
-    Column("flash_attn", "FA"),
-    Column("keys", "keys"),
-    Column("values", "values"),
-    Column("perplexity", "perplexity", 3),
-    Column("kl_divergence", "KL", 5),
-    Column("excess", "more", 5),
+    Column("flash_attn", "FA"), Column("keys", "keys"), Column("values", "values"),
+    Column("perplexity", "perplexity", 3), Column("kl_divergence", "KL", 5), Column("excess", "more", 5),
     Column("same_top_percent", "same top %"),
-]
+]  # fmt: skip
 
 
 def compare_cache_types(
@@ -183,19 +178,14 @@ def compare_cache_types(
         row["excess"] = row["kl_divergence"] - floor
     keep_excess(model, {f"{row['keys']} {row['values']}": row["excess"] for row in rows[2:]})
     return Report(
-        kind="cache-types",
-        title=f"types of the KV cache with {model.name}",
-        machine=this_machine(),
-        model=model.stem,
-        settings={"types": [f"{k} {v}" for k, v in types]},
-        columns=_COLUMNS,
-        rows=rows,
+        kind="cache-types", title=f"types of the KV cache with {model.name}", machine=this_machine(), model=model.stem,
+        settings={"types": [f"{k} {v}" for k, v in types]}, columns=_COLUMNS, rows=rows,
         notes=[
             about_text,
             "KL: KL divergence from the first row, nats; more: excess over f16 without flash attention, which adds in "
             f"a different order. Types with an excess below {MAX_EXCESS_KL} may be chosen if they are clearly faster",
         ],
-    )
+    )  # fmt: skip
 
 
 # --- the cache types that a start proposes ---------------------------------------------------------------------------

@@ -121,7 +121,6 @@ def format_cell(value: Any, digits: int) -> str:
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------
-# Common functions of all plots of reports (matplotlib): checks, an empty figure with a title, saving.
 
 
 def check_plotting(path: Path) -> None:

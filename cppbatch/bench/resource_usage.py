@@ -51,7 +51,6 @@ def _cpu_seconds() -> float:
 
 
 # --- other programs --------------------------------------------------------------------------------------------------
-# Measures the CPU time of other programs on this machine.
 
 
 class BusyProgram(NamedTuple):

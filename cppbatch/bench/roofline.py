@@ -29,17 +29,11 @@ _NEW_TOKENS, _WARM_UP = 33, 4
 _MOST = 4096  # maximum batch size in the search for the border between memory and compute
 
 _COLUMNS = [
-    Column("batch_size", "B"),
-    Column("mib", "MiB/step"),
-    Column("gflop", "GFLOP/step", 2),
-    Column("intensity", "FLOP/byte"),
-    Column("memory_ms", "memory ms", 3),
-    Column("compute_ms", "compute ms", 3),
-    Column("bound", "bound by"),
-    Column("step_ms", "measured ms", 3),
-    Column("of_roof", "% of roof", 0),
+    Column("batch_size", "B"), Column("mib", "MiB/step"), Column("gflop", "GFLOP/step", 2),
+    Column("intensity", "FLOP/byte"), Column("memory_ms", "memory ms", 3), Column("compute_ms", "compute ms", 3),
+    Column("bound", "bound by"), Column("step_ms", "measured ms", 3), Column("of_roof", "% of roof", 0),
     Column("tokens_per_s", "tok/s"),
-]
+]  # fmt: skip
 
 
 class RooflineSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,10 +76,8 @@ def measure_roofline(
     finally:
         runtime.close()
     return Report(
-        kind="roofline",
-        title=f"{runtime.info.name} on {device}, {n_past} tokens of each sequence",
-        machine=this_machine(),
-        model=runtime.info.name,
+        kind="roofline", title=f"{runtime.info.name} on {device}, {n_past} tokens of each sequence",
+        machine=this_machine(), model=runtime.info.name,
         settings={
             **msgspec.to_builtins(sizes),
             "device": device,
@@ -95,15 +87,14 @@ def measure_roofline(
             "step_work": msgspec.to_builtins(work),
             "n_threads": n_threads,
         },
-        columns=_COLUMNS,
-        rows=rows,
+        columns=_COLUMNS, rows=rows,
         notes=[
             f"{device} reads {speed.bytes_per_s / 1e9:,.1f} GB/s and computes {speed.flops / 1e9:,.0f} GFLOP/s with "
             f"{work.main_type} matrices, both measured with llama.cpp's kernels.",
             _border(work, speed, n_past),
             "memory ms, compute ms: the step's bytes and operations at these speeds; the longer one is the roof.",
         ],
-    )
+    )  # fmt: skip
 
 
 def roofline_row(
@@ -113,18 +104,13 @@ def roofline_row(
     n_bytes, flops = work.n_bytes(batch_size, n_past), work.flops(batch_size, n_past)
     memory, compute = n_bytes / speed.bytes_per_s, flops / speed.flops
     return {
-        "batch_size": batch_size,
-        "mib": n_bytes / 2**20,
-        "gflop": flops / 1e9,
-        "intensity": flops / n_bytes,
-        "memory_ms": 1000 * memory,
-        "compute_ms": 1000 * compute,
-        "bound": "compute" if compute > memory else "memory",
+        "batch_size": batch_size, "mib": n_bytes / 2**20, "gflop": flops / 1e9, "intensity": flops / n_bytes,
+        "memory_ms": 1000 * memory, "compute_ms": 1000 * compute, "bound": "compute" if compute > memory else "memory",
         "step_ms": Spread.of(1000 * each for each in seconds),
         "of_roof": Spread.of(100 * max(memory, compute) / each for each in seconds),
         "tokens_per_s": Spread.of(batch_size / each for each in seconds),
         "flops": Spread.of(flops / each for each in seconds),
-    }
+    }  # fmt: skip
 
 
 def border(work: StepWork, speed: DeviceSpeed, n_past: int) -> int | None:
@@ -172,7 +158,6 @@ def _step_seconds(runtime: Runtime, n: int, sizes: RooflineSizes) -> list[float]
 
 
 # --- roofline plot ---------------------------------------------------------------------------------------------------
-# The plot of `cppbatch bench roofline`: operations per second over operations per byte.
 
 
 def plot_roofline(report: Report) -> Figure:

@@ -30,19 +30,14 @@ if TYPE_CHECKING:
 
 
 LEAST_AT_ONCE = 4  # a run has at least the number of requests for this concurrency
-_ROOM = 1024  # maximum tokens of a prompt, to size the context
+_ROOM = 1024  # tokens of a prompt at most, to size the context
 
 _COLUMNS = [
-    Column("workload", "workload"),
-    Column("batch_size", "B"),
-    Column("plain", "tok/s without"),
-    Column("drafted", "tok/s with drafts"),
-    Column("speedup", "speedup", 2),
-    Column("decode_speedup", "of decode", 2),
-    Column("draft_tokens_percent", "drafted %"),
-    Column("acceptance_percent", "accepted %"),
+    Column("workload", "workload"), Column("batch_size", "B"), Column("plain", "tok/s without"),
+    Column("drafted", "tok/s with drafts"), Column("speedup", "speedup", 2), Column("decode_speedup", "of decode", 2),
+    Column("draft_tokens_percent", "drafted %"), Column("acceptance_percent", "accepted %"),
     Column("same_texts", "same texts"),
-]
+]  # fmt: skip
 
 
 class SpeedupSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,9 +93,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def measure_speedup(
-    config: EngineConfig,
-    sizes: SpeedupSizes,
-    progress: Callable[[str], object] = lambda line: None,
+    config: EngineConfig, sizes: SpeedupSizes, progress: Callable[[str], object] = lambda line: None
 ) -> Report:
     """Measures all workloads at all batch sizes. `config.spec`: the source of the drafts.
 
@@ -110,7 +103,7 @@ def measure_speedup(
     n_parallel = max(sizes.batch_sizes)
     rows = []
     with load_model(config) as model:
-        longest = min(1024 + n_new, model.n_ctx_train)  # for prompts of up to 1024 tokens
+        longest = min(_ROOM + n_new, model.n_ctx_train)
         config = msgspec.structs.replace(config, n_ctx=n_parallel * longest, n_parallel=n_parallel)
         with BatchInferenceEngine(config, runtime=open_runtime(config, model)) as engine:
             check_can_run(engine.info, 1, n_new)

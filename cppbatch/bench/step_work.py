@@ -75,16 +75,11 @@ def read_step_work(path: Path, *, kv_bytes: float, state_bytes: float = 0.0) -> 
     for tensor in loaded:
         types[tensor.kind] += tensor.n_elements
     return StepWork(
-        dense_bytes=sum(map(_n_bytes, dense)),
-        dense_weights=_in_matrices(dense),
-        expert_bytes=sum(map(_n_bytes, experts)),
-        expert_weights=_in_matrices(experts),
-        experts_used=(value("expert_used_count") or 0) / n_experts if n_experts else 0.0,
-        kv_bytes=kv_bytes,
-        state_bytes=state_bytes,
-        attention_flops=_attention_flops(value),
-        main_type=types.most_common(1)[0][0],
-    )
+        dense_bytes=sum(map(_n_bytes, dense)), dense_weights=_in_matrices(dense),
+        expert_bytes=sum(map(_n_bytes, experts)), expert_weights=_in_matrices(experts),
+        experts_used=(value("expert_used_count") or 0) / n_experts if n_experts else 0.0, kv_bytes=kv_bytes,
+        state_bytes=state_bytes, attention_flops=_attention_flops(value), main_type=types.most_common(1)[0][0],
+    )  # fmt: skip
 
 
 def _architecture_values(metadata: dict[str, Any]) -> Callable[[str], Any]:

@@ -92,22 +92,12 @@ REQUEST_KINDS = {
 
 
 _COLUMNS = [
-    Column("kv_layout", "KV layout"),
-    Column("flash_attn", "FA"),
-    Column("kind", "requests"),
-    Column("batch_size", "B"),
-    Column("prefill", "prefill tok/s", 0),
-    Column("prefill_of_bare", "% of bare"),
-    Column("decode", "decode tok/s"),
-    Column("decode_of_bare", "% of bare"),
-    Column("of_ideal", "of ideal", 3),
-    Column("step_ms", "step ms", 2),
-    Column("sample_percent", "sample %", 2),
-    Column("overhead_percent", "not decode %", 2),
-    Column("speedup", "x sequential", 2),
-    Column("memory_mib", "MiB", 0),
-    Column("memory_overhead", "% over B=1"),
-]
+    Column("kv_layout", "KV layout"), Column("flash_attn", "FA"), Column("kind", "requests"), Column("batch_size", "B"),
+    Column("prefill", "prefill tok/s", 0), Column("prefill_of_bare", "% of bare"), Column("decode", "decode tok/s"),
+    Column("decode_of_bare", "% of bare"), Column("of_ideal", "of ideal", 3), Column("step_ms", "step ms", 2),
+    Column("sample_percent", "sample %", 2), Column("overhead_percent", "not decode %", 2),
+    Column("speedup", "x sequential", 2), Column("memory_mib", "MiB", 0), Column("memory_overhead", "% over B=1"),
+]  # fmt: skip
 _GPU_COLUMN = Column("gpu_percent", "GPU %", 0)
 _ENERGY_COLUMN = Column("tokens_per_kwh", "tokens/kWh", 0)
 _PRICE_COLUMN = Column("tokens_per_unit", "tokens per unit of money", 0)

@@ -75,15 +75,8 @@ _LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
 _KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
 _DRAFTS = ("auto", "suffix", "draft", "mtp", "eagle3", "dflash")
 _SET_BY_THROUGHPUT = (
-    *_SET_BY_ALL,
-    "n_parallel",
-    "flash_attn",
-    "kv_layout",
-    "target_itl_ms",
-    "spec",
-    "context_shift",
-    "n_keep",
-)
+    *_SET_BY_ALL, "n_parallel", "flash_attn", "kv_layout", "target_itl_ms", "spec", "context_shift", "n_keep",
+)  # fmt: skip
 
 
 @bench.command()
@@ -123,17 +116,10 @@ _SET_BY_THROUGHPUT = (
 @report_options
 @partial(engine_options, without=_SET_BY_THROUGHPUT)
 def throughput(
-    *,
-    config: EngineConfig,
-    speculation: Speculation | None,
-    workloads: tuple[str, ...],
-    batch_sizes: tuple[int, ...] | None,
-    new_tokens: int | None,
-    repeats: int,
-    watts: float | None,
-    power_price: float | None,
-    **sizes: Any,
-) -> tuple[Report, Draw]:
+    *, config: EngineConfig, speculation: Speculation | None, workloads: tuple[str, ...],
+    batch_sizes: tuple[int, ...] | None, new_tokens: int | None, repeats: int, watts: float | None,
+    power_price: float | None, **sizes: Any,
+) -> tuple[Report, Draw]:  # fmt: skip
     """Measure prefill and decode speed, memory and energy, and where the time of a step goes.
 
     Also shows the tokens/s of a bare llama_decode loop for comparison. With --spec: compares the same requests with and
@@ -207,12 +193,9 @@ _SET_BY_STRATEGIES = (*_SET_BY_ALL, *DRAFT_SETTINGS, "context_shift", "n_keep")
 @option("--new-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each output.")
 @option("--rate", type=float, default=0.0, help="Requests that arrive per second; 0: all at once.")
 @option(
-    "--max-wait-ms",
-    "window_ms",
-    type=float,
-    default=50.0,
+    "--max-wait-ms", "window_ms", type=float, default=50.0,
     help="How long static batches and continuous-window collect requests.",
-)
+)  # fmt: skip
 @option(
     "--bucket", type=int, default=64, help="static-padded, static-buckets: prompts are padded to a multiple of this."
 )
@@ -221,16 +204,9 @@ _SET_BY_STRATEGIES = (*_SET_BY_ALL, *DRAFT_SETTINGS, "context_shift", "n_keep")
 @report_options
 @partial(engine_options, without=_SET_BY_STRATEGIES)
 def strategies(
-    *,
-    config: EngineConfig,
-    names: tuple[str, ...],
-    batch_sizes: tuple[int, ...] | None,
-    n_requests: int | None,
-    window_ms: float,
-    bucket: int,
-    repeats: int,
-    **work: Any,
-) -> tuple[Report, Draw]:
+    *, config: EngineConfig, names: tuple[str, ...], batch_sizes: tuple[int, ...] | None, n_requests: int | None,
+    window_ms: float, bucket: int, repeats: int, **work: Any,
+) -> tuple[Report, Draw]:  # fmt: skip
     """Compare scheduling strategies on the same requests: one by one, interleaved, in batches, and continuously."""
     from cppbatch.bench.strategies.compare_strategies import (
         OfflineWorkload,
@@ -322,11 +298,9 @@ _SIZE_OPTIONS = ("prompt_tokens", "output_tokens", "prefix_tokens", "samples", "
     "seconds before and after each load; run it on the servers' machine. Uses the engine's default settings.",
 )  # fmt: skip
 @click.option(
-    "--api-key",
-    envvar=["CPPBATCH_BENCH_API_KEY", "CPPBATCH_API_KEY"],
-    show_envvar=True,
+    "--api-key", envvar=["CPPBATCH_BENCH_API_KEY", "CPPBATCH_API_KEY"], show_envvar=True,
     help="API key, sent as a bearer token.",
-)
+)  # fmt: skip
 @option("--warmup", type=int, default=4, help="Warm-up requests before the measurement.")
 @option("--repeats", type=int, default=3, help="Number of measurements, each with new prompts.")
 @click.option(
@@ -383,28 +357,19 @@ def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
 
 
 def _load(
-    *,
-    workload: str,
-    n_requests: int,
-    concurrency: int | None,
-    rate: float | None,
-    seed: int | None,
-    endpoint: Any,
+    *, workload: str, n_requests: int, concurrency: int | None, rate: float | None, seed: int | None, endpoint: Any,
     **others: Any,
-) -> LoadSettings:
+) -> LoadSettings:  # fmt: skip
     from cppbatch.bench.load.workload import LoadSettings, make_workload
 
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate and --concurrency cannot be combined: with --rate, clients do not wait for answers")
     sizes = {name: others.pop(name) for name in _SIZE_OPTIONS}
     return LoadSettings(
-        workload=make_workload(workload, n_requests, **sizes),
-        concurrency=16 if concurrency is None else concurrency,
-        rate=rate,
-        seed=secrets.randbelow(2**31) if seed is None else seed,
-        endpoint=endpoint or ("chat" if workload in TEXT_WORKLOADS else "completions"),
-        **others,
-    )
+        workload=make_workload(workload, n_requests, **sizes), concurrency=16 if concurrency is None else concurrency,
+        rate=rate, seed=secrets.randbelow(2**31) if seed is None else seed,
+        endpoint=endpoint or ("chat" if workload in TEXT_WORKLOADS else "completions"), **others,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -25,14 +25,7 @@ def _shape_options(command: Command) -> Command:
 
     @wraps(command)
     def with_shape(shape: str | None, weights: str, model: str | None, **arguments: Any) -> None:
-        from cppbatch.models.synthetic import (
-            LLAMA2_VOCAB,
-            LLAMA3_VOCAB,
-            OLDER_SHAPES,
-            SHAPES,
-            byte_vocab,
-            write_llama,
-        )
+        from cppbatch.models.synthetic import LLAMA2_VOCAB, LLAMA3_VOCAB, OLDER_SHAPES, SHAPES, byte_vocab, write_llama
 
         with TemporaryDirectory() as folder:
             if shape:
@@ -84,7 +77,14 @@ def memory(
     Without -np or -c, shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot draws
     the estimate over context size and number of sequences. The exit code is 1 if memory is insufficient.
     """
-    from cppbatch.bench.memory_report import memory_report, plot_memory, with_measured
+    from cppbatch.bench.memory_report import (
+        measure_memory,
+        memory_overhead,
+        memory_report,
+        plot_memory,
+        plot_overhead,
+        with_measured,
+    )  # fmt: skip
     from cppbatch.sizing.attention import plan_attention
     from cppbatch.sizing.memory_check import first_ample
     from cppbatch.sizing.placement import describe_placements
@@ -92,8 +92,6 @@ def memory(
 
     given = given_settings()
     if overhead:
-        from cppbatch.bench.memory_report import memory_overhead, plot_overhead
-
         if seq_len or load or not given.isdisjoint(SIZES):
             raise ConfigError("--overhead covers many sizes: leave out -np, -c, --seq-len and --load")
         return memory_overhead(config), plot_overhead
@@ -119,7 +117,5 @@ def memory(
     report = memory_report(config, margin=margin / 100)
     report.notes.extend(others)
     if load:
-        from cppbatch.bench.memory_report import measure_memory
-
         report = with_measured(report, measure_memory(config))
     return report, plot_memory

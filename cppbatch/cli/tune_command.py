@@ -35,14 +35,9 @@ if TYPE_CHECKING:
 @click.option("--max-minutes", type=float, default=5, show_default=True, help="Maximum time for measuring.")
 @click.option("--dry-run", is_flag=True, help="Show the best settings without writing a profile.")
 def tune(
-    *,
-    config: EngineConfig,
-    max_parallel: int,
-    batch_sizes: tuple[int, ...] | None,
-    target_latency_ms: float | None,
-    max_minutes: float,
-    dry_run: bool,
-) -> tuple[Report, Draw]:
+    *, config: EngineConfig, max_parallel: int, batch_sizes: tuple[int, ...] | None, target_latency_ms: float | None,
+    max_minutes: float, dry_run: bool,
+) -> tuple[Report, Draw]:  # fmt: skip
     """Find the best settings for this model on this machine.
 
     Tunes -np, KV layout, flash attention, -ub and threads; settings given as flags are kept. Each sequence gets -c /

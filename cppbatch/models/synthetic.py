@@ -212,24 +212,30 @@ def write_llama(
     """
     shape = shape or LlamaShape()
     vocab = vocab or byte_vocab()
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(shape.n_ctx_train)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_block_count(shape.n_layer)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
+    writer = start_gguf(path, "llama", shape, vocab)
     writer.add_rope_dimension_count(shape.n_embd // shape.n_head)
     writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(vocab.pieces))
-    add_vocab(writer, vocab)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
     weights = _llama_weights(shape, vocab, silent, output_gain)
     return write_gguf(
         path, writer, weights, quant=quant, seed=seed, encode=encode, max_random=max_random, is_hollow=is_hollow
     )
+
+
+def start_gguf(path: str | os.PathLike[str], architecture: str, shape: LlamaShape, vocab: GgufVocab) -> Any:
+    """Returns a GGUFWriter with the metadata that Llama and its relatives have in common."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(shape.n_ctx_train)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_block_count(shape.n_layer)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(vocab.pieces))
+    add_vocab(writer, vocab)
+    return writer
 
 
 def add_vocab(writer: Any, vocab: GgufVocab) -> None:

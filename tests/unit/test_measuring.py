@@ -37,7 +37,7 @@ def test_tables_have_medians_and_ratios_and_a_dash_for_what_was_not_measured() -
         "| fast | 68 | - | 1.50 (1.50 to 1.50) |",
         "| slow | 45 | - | 1.00 (1.00 to 1.00) |",
     ]
-    assert compared().side_by_side(columns, "fast", "slow") == [
+    assert compared().side_by_side(columns, [("fast", "slow")]) == [
         ["tokens/s", "68", "45", "1.50 (1.50 to 1.50)"],
         ["rest", "-", "-", "-"],
     ]

@@ -63,15 +63,10 @@ def make_load_report(
         sentences.append(f"Interrupted: {n_finished} of {n_wanted} runs were finished.")
     settings: dict[str, Any] = {**msgspec.to_builtins(load), "api_key": None}
     return LoadReport(
-        kind="serve",
-        title=f"Load ({load.workload})\n{_describe(load, runs[0].n_requests)}",
-        machine=this_machine(with_llama=False),
-        settings=settings,
-        columns=table_columns(rows),
-        rows=rows,
-        notes=sentences,
-        ratios=_ratios(runs, list(servers), load.latency_bound_ms),
-    )
+        kind="serve", title=f"Load ({load.workload})\n{_describe(load, runs[0].n_requests)}",
+        machine=this_machine(with_llama=False), settings=settings, columns=table_columns(rows), rows=rows,
+        notes=sentences, ratios=_ratios(runs, list(servers), load.latency_bound_ms),
+    )  # fmt: skip
 
 
 def _describe(load: LoadSettings, n_requests: int) -> str:

@@ -110,14 +110,11 @@ def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIde
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     measured = [{**run_figures(run, bound_ms), "of_ideal": ideal.of(run) if ideal else None} for run in runs]
     return {
-        "server": server.label,
-        "url": str(URL(server.url).with_user(None)),
-        "model": server.model,
-        "requests": len(outcomes),
-        "failed": len(failures),
+        "server": server.label, "url": str(URL(server.url).with_user(None)), "model": server.model,
+        "requests": len(outcomes), "failed": len(failures),
         "failures": dict(Counter(failure.kind for failure in failures)),
         **{name: Spread.of_known(figures[name] for figures in measured) for name in measured[0]},
-    }
+    }  # fmt: skip
 
 
 def run_figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
@@ -125,14 +122,10 @@ def run_figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | Non
     done = [outcome for outcome in run.outcomes if not outcome.failure]
     output = sum(outcome.output_tokens for outcome in done)
     figures: dict[str, float | None] = {
-        "seconds": run.seconds,
-        "output_tokens_per_second": output / run.seconds,
-        "total_tokens_per_second": None,
-        "requests_per_second": len(done) / run.seconds,
-        "goodput_per_second": None,
-        "cached_percent": None,
+        "seconds": run.seconds, "output_tokens_per_second": output / run.seconds, "total_tokens_per_second": None,
+        "requests_per_second": len(done) / run.seconds, "goodput_per_second": None, "cached_percent": None,
         "client_cpu_percent": 100 * run.client_seconds / run.seconds,
-    }
+    }  # fmt: skip
     if prompt := _sum(outcome.prompt_tokens for outcome in done):
         figures["total_tokens_per_second"] = (prompt + output) / run.seconds
         cached = _sum(outcome.cached_tokens for outcome in done)

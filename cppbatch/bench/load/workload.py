@@ -141,15 +141,10 @@ def make_workload(
         raise ConfigError(f"--prompt-tokens does not apply to --workload {kind}: its texts have fixed lengths")
     prompt, output = SIZES[kind]
     return Workload(
-        kind=kind,
-        n_requests=n_requests,
-        prompt_tokens=prompt_tokens or prompt,
-        output_tokens=output_tokens or output,
-        prefix_tokens=prefix_tokens if kind == "shared-prefix" else 0,
-        prefix_seed=prefix_seed,
-        samples=samples if kind == "fan-out" else 1,
-        samples_by=samples_by,
-    )
+        kind=kind, n_requests=n_requests, prompt_tokens=prompt_tokens or prompt, output_tokens=output_tokens or output,
+        prefix_tokens=prefix_tokens if kind == "shared-prefix" else 0, prefix_seed=prefix_seed,
+        samples=samples if kind == "fan-out" else 1, samples_by=samples_by,
+    )  # fmt: skip
 
 
 def warm_up(workload: Workload, n: int, seed: int) -> list[LoadRequest]:

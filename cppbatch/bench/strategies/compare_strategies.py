@@ -34,23 +34,13 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = [
-    Column("batch_size", "B"),
-    Column("strategy", "strategy"),
-    Column("tokens_per_second", "tok/s"),
-    Column("speedup", "x sequential", 2),
-    Column("of_ideal", "of ideal", 2),
-    Column("latency_p50", "latency p50 s", 2),
-    Column("latency_p95", "p95", 2),
-    Column("first_token_p50", "TTFT p50 s", 2),
-    Column("first_token_p95", "p95", 2),
-    Column("wait_p50", "wait p50 s", 2),
-    Column("wait_p95", "p95", 2),
-    Column("wait_p99", "p99", 2),
-    Column("mean_rows", "rows/step"),
-    Column("padding_percent", "padding %", 0),
-    Column("cpu_percent", "CPU %", 0),
+    Column("batch_size", "B"), Column("strategy", "strategy"), Column("tokens_per_second", "tok/s"),
+    Column("speedup", "x sequential", 2), Column("of_ideal", "of ideal", 2), Column("latency_p50", "latency p50 s", 2),
+    Column("latency_p95", "p95", 2), Column("first_token_p50", "TTFT p50 s", 2), Column("first_token_p95", "p95", 2),
+    Column("wait_p50", "wait p50 s", 2), Column("wait_p95", "p95", 2), Column("wait_p99", "p99", 2),
+    Column("mean_rows", "rows/step"), Column("padding_percent", "padding %", 0), Column("cpu_percent", "CPU %", 0),
     Column("gpu_percent", "GPU %", 0),
-]
+]  # fmt: skip
 
 
 class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,13 +183,10 @@ def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRu
         return Spread.of(map(figure, runs))
 
     row: dict[str, Any] = {
-        "strategy": name,
-        "seconds": of(lambda run: run.seconds),
-        "tokens_per_second": of(lambda run: run.tokens_per_second),
-        "speedup": None,
-        "mean_rows": of(lambda run: run.mean_rows),
-        "cpu_percent": of(lambda run: run.cpu_percent),
-    }
+        "strategy": name, "seconds": of(lambda run: run.seconds),
+        "tokens_per_second": of(lambda run: run.tokens_per_second), "speedup": None,
+        "mean_rows": of(lambda run: run.mean_rows), "cpu_percent": of(lambda run: run.cpu_percent),
+    }  # fmt: skip
     row["padding_percent"] = of(lambda run: run.padding_percent)
     row |= {f"wait_p{q}": Spread.of(float(np.percentile(run.wait, q)) for run in runs) for q in (50, 95, 99)}
     for q in (50, 95):
@@ -269,7 +256,6 @@ def _random_lengths(draw: np.random.Generator, lengths: Lengths, n: int) -> list
 
 
 # --- strategy runner -------------------------------------------------------------------------------------------------
-# Runs a workload on an engine: adds each request at its arrival time and records its tokens and latencies.
 
 
 class WorkloadRun(msgspec.Struct, frozen=True):
@@ -331,16 +317,10 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
     computed = rows + after.prompt_tokens - before.prompt_tokens
     needed = sum(len(request.prompt) + request.n_new - 1 for request in requests)  # the last token is not computed
     return WorkloadRun(
-        seconds=seconds,
-        tokens=tokens,
-        first_token=first_token,
-        latency=latency,
-        wait=wait,
-        padding_percent=max(0.0, 100 * (1 - needed / computed)),
-        mean_rows=rows / steps if steps else 0.0,
-        cpu_percent=usage.cpu_percent,
-        gpu_percent=usage.gpu_percent,
-    )
+        seconds=seconds, tokens=tokens, first_token=first_token, latency=latency, wait=wait,
+        padding_percent=max(0.0, 100 * (1 - needed / computed)), mean_rows=rows / steps if steps else 0.0,
+        cpu_percent=usage.cpu_percent, gpu_percent=usage.gpu_percent,
+    )  # fmt: skip
 
 
 # --- strategies plot -------------------------------------------------------------------------------------------------

@@ -160,7 +160,6 @@ def round_up(n: int, bucket: int) -> int:
 
 
 # --- serial schedulers -----------------------------------------------------------------------------------------------
-# Schedulers without batching: one sequence per step.
 
 
 class SequentialScheduler(Scheduler):

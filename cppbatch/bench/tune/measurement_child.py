@@ -52,12 +52,9 @@ def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement
         return Measurement(steps=len(steps), kv_layout=engine.info.kv_layout)
     return Measurement(
         inter_token_ms=1000 * statistics.median(seconds for seconds, _ in steps),
-        tokens_per_s=statistics.median(tokens / seconds for seconds, tokens in steps),
-        prompt_tokens_per_s=prefill,
-        steps=len(steps),
-        gpu_percent=usage.gpu_percent,
-        kv_layout=engine.info.kv_layout,
-    )
+        tokens_per_s=statistics.median(tokens / seconds for seconds, tokens in steps), prompt_tokens_per_s=prefill,
+        steps=len(steps), gpu_percent=usage.gpu_percent, kv_layout=engine.info.kv_layout,
+    )  # fmt: skip
 
 
 def _prefill_speed(engine: BatchInferenceEngine, n_tokens: int) -> float:

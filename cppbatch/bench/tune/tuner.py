@@ -131,15 +131,9 @@ class Tuner:
         if "n_ubatch" not in self._given:
             config, prefill = self._ubatch(config)
         return TuningResult(
-            config=config,
-            speed=chosen,
-            prompt_tokens_per_s=prefill,
-            points=self._points,
-            curve=curve,
-            most_parallel=most,
-            memory_bytes=self._memory,
-            notes=self._notes,
-        )
+            config=config, speed=chosen, prompt_tokens_per_s=prefill, points=self._points, curve=curve,
+            most_parallel=most, memory_bytes=self._memory, notes=self._notes,
+        )  # fmt: skip
 
     def _place(self) -> None:
         """If the devices cannot hold the model: measures the placements that are expected to be the best, and keeps the

@@ -24,10 +24,7 @@ def tuning_report(tuning: TuningResult) -> Report:
     chosen = msgspec.to_builtins(tuning.settings())  # without a placement where there is none
     speed = tuning.speed
     return Report(
-        kind="tune",
-        title="Settings measured",
-        machine=this_machine(),
-        model=tuning.config.model_path,
+        kind="tune", title="Settings measured", machine=this_machine(), model=tuning.config.model_path,
         settings={
             "chosen": chosen,
             "speed": msgspec.structs.asdict(speed),
@@ -57,7 +54,7 @@ def tuning_report(tuning: TuningResult) -> Report:
             ),
             *tuning.notes,
         ],
-    )
+    )  # fmt: skip
 
 
 def plot_tuning(report: Report) -> Figure:
