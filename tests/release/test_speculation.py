@@ -12,7 +12,10 @@ from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout, Speculation
 from tests.support.fakes import know
 
-STORY = "The mill stood by the river. The miller had a son called Anton, born in 1912, who left it for the town. "
+STORY = (
+    "The mill stood by the river, and the river turned its wheel. The miller had a son called Anton, "
+    "who was born in 1912 and who left the mill for the town in 1930. "
+)
 COPY = f"<|im_start|>user\nRepeat this text word for word: {STORY}<|im_end|>\n<|im_start|>assistant\n"
 JSON = f'<|im_start|>user\nAnswer in JSON. {STORY}<|im_end|>\n<|im_start|>assistant\n{{"name": "Anton", "born": '
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "born": {"type": "integer"}}}
@@ -38,7 +41,7 @@ def results(
     """16 requests: each prompt twice, once without drafts and with a longer text, because few drafts are worth it for
     sequences that end together. All drafts are computed, whatever rows cost here."""
     params = [
-        SamplingParams(max_tokens=24 if speculate else 48, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
+        SamplingParams(max_tokens=32 if speculate else 70, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
         for speculate in (True, False)
         for i in range(len(PROMPTS))
     ]
