@@ -96,7 +96,7 @@ def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(
     assert (stats.recomputes > 0) == (swap_space == 0)
 
 
-@pytest.mark.parametrize("n_tokens", [300, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("n_tokens", [500, pytest.param(2000, marks=pytest.mark.soak)])
 def test_a_prefix_on_disk_persists_across_a_restart_and_is_five_times_as_fast_if_it_is_long(
     default_model: Path, tmp_path: Path, n_tokens: int
 ) -> None:
