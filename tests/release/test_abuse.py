@@ -17,6 +17,7 @@ import aiohttp
 import psutil
 import pytest
 
+from tests.support.batch_files import wait_until
 from tests.support.fixtures import server_process
 from tests.support.server_process import ServerProcess
 
@@ -115,14 +116,15 @@ async def test_2000_connections_that_send_nothing(server: ServerProcess, within:
             writer.close()
 
 
-async def test_200_readers_that_do_not_read(server: ServerProcess, within: float) -> None:
+@pytest.mark.parametrize("n", [80, pytest.param(200, marks=pytest.mark.soak)])
+async def test_readers_that_do_not_read(server: ServerProcess, within: float, n: int) -> None:
     body = json.dumps({"prompt": "Go on", "max_tokens": 200, "stream": True, "ignore_eos": True, "logprobs": 5})
     request = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-    async with watched(server, "200 readers that do not read", most=300):
-        connections = [await asyncio.open_connection(*address(server), limit=1) for _ in range(200)]
+    async with watched(server, f"{n} readers that do not read", most=100 + n):
+        connections = [await asyncio.open_connection(*address(server), limit=1) for _ in range(n)]
         for _, writer in connections:
             writer.write(request)
-        await asyncio.sleep(1)
+        await asyncio.to_thread(wait_until, lambda: server.get("/stats")["running"] == 16)
         await a_normal_request_is_answered(server, within, priority=-100)
         await asyncio.to_thread(server.wait_idle, 60)  # the engine does not wait for clients
         await a_normal_request_is_answered(server, within)

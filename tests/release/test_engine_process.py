@@ -84,7 +84,10 @@ def sixteen() -> list[GenerationRequest]:
     return [request(i, max_tokens=60, **kind) for i, kind in enumerate(kinds)]
 
 
-def told(events: list[GenerationEvent]) -> tuple[object, ...]:
+Told = tuple[object, ...]
+
+
+def told(events: list[GenerationEvent]) -> Told:
     """All that a client sees, except times."""
     tokens = [token for event in events for token in event.tokens]
     logprobs = [(entry.token, entry.text_offset) for event in events for entry in event.logprobs]
@@ -92,6 +95,17 @@ def told(events: list[GenerationEvent]) -> tuple[object, ...]:
     assert last.usage
     counts = last.usage.prompt_tokens, last.usage.completion_tokens
     return "".join(event.text for event in events), tokens, logprobs, last.finish_reason, last.seed, counts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama: Path) -> list[Told]:
+    """What the clients of `sixteen` see if no worker dies."""
+
+    async def run_all() -> list[Told]:
+        async with opened(tiny_llama) as engine:
+            return [told(events) for events in await together(engine, sixteen())]
+
+    return asyncio.run(run_all())
 
 
 def pid_of(engine: EngineProcess) -> int | None:
@@ -127,9 +141,10 @@ async def test_a_request_continues_where_another_engine_stopped(tiny_llama: Path
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_clients_do_not_notice_that_workers_die_or_hang(tiny_llama: Path, how: signal.Signals) -> None:
+async def test_clients_do_not_notice_that_workers_die_or_hang(
+    tiny_llama: Path, undisturbed: list[Told], how: signal.Signals
+) -> None:
     async with opened(tiny_llama, step_timeout=2) as engine:
-        undisturbed = [told(events) for events in await together(engine, sixteen())]
         n_told = 0
 
         async def one(its: GenerationRequest) -> list[GenerationEvent]:
@@ -171,10 +186,9 @@ async def test_a_cancelled_request_ends_when_its_worker_dies_before_it_handles_t
 
 
 async def test_a_bug_in_the_supervision_costs_a_worker_and_no_request(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, undisturbed: list[Told], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tiny_llama) as engine:
-        undisturbed = [told(events) for events in await together(engine, sixteen())]
         real, n_said = engine.on_worker_message, 0
 
         def on_worker_message(message: Any) -> None:
@@ -215,14 +229,15 @@ async def test_a_request_that_cannot_be_sent_fails_alone(tiny_llama: Path, monke
 
 
 @pytest.mark.parametrize("runtime", ["aborts", "fails", pytest.param("hangs", marks=pytest.mark.soak)])
-async def test_a_request_that_crashes_workers_fails_alone(tiny_llama: Path, runtime: str) -> None:
+async def test_a_request_that_crashes_workers_fails_alone(
+    tiny_llama: Path, undisturbed: list[Told], runtime: str
+) -> None:
     async with opened(tiny_llama, runtime, step_timeout=2) as engine:
         neighbours = sixteen()[:15]
-        undisturbed = [told(events) for events in await together(engine, neighbours)]
         *others, poisonous = await together(engine, [*neighbours, request("bad", [5, 6, POISON, 7])])
         assert poisonous[-1].finish_reason is FinishReason.ERROR
         assert "3 times in a row" in (poisonous[-1].error or "")
-        assert [told(events) for events in others] == undisturbed
+        assert [told(events) for events in others] == undisturbed[:15]
         assert engine._supervisor.restarts == 3
         assert told((await together(engine, neighbours))[0]) == undisturbed[0]
 
@@ -410,10 +425,8 @@ async def test_workers_that_keep_dying_fail_their_requests_and_a_later_one_bring
 
 
 async def test_without_sockets_in_files_the_link_is_loopback_and_encrypted(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, undisturbed: list[Told], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tiny_llama) as engine:
-        undisturbed = [told(events) for events in await together(engine, sixteen())]
     monkeypatch.setattr("cppbatch.cluster.worker.handle.can_use_files", lambda folder: False)
     async with opened(tiny_llama) as engine:
         worker = engine._supervisor.worker

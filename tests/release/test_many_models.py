@@ -105,7 +105,7 @@ async def loads_and_evictions(url: str) -> tuple[float, float]:
     return loads, evicted
 
 
-@pytest.mark.parametrize("n", [60, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("n", [40, pytest.param(200, marks=pytest.mark.soak)])
 async def test_requests_for_four_models_with_memory_for_two(server: ServerProcess, n: int) -> None:
     load = Load(server.url, 1, n)
     await load.run()

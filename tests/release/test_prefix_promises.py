@@ -70,7 +70,7 @@ def test_sixteen_completions_of_one_prompt_hold_it_once(default_model: Path) -> 
 @pytest.mark.parametrize(
     ("n_requests", "n_ctx", "n_new", "swap_space"),
     [
-        (10, 512, 32, 1024),
+        (8, 256, 24, 1024),
         pytest.param(24, 2048, 200, 1024, marks=pytest.mark.soak),
         pytest.param(24, 2048, 200, 0, marks=pytest.mark.soak),
     ],
@@ -96,7 +96,7 @@ def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(
     assert (stats.recomputes > 0) == (swap_space == 0)
 
 
-@pytest.mark.parametrize("n_tokens", [200, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("n_tokens", [500, pytest.param(2000, marks=pytest.mark.soak)])
 def test_a_prefix_on_disk_persists_across_a_restart_and_is_five_times_as_fast_if_it_is_long(
     default_model: Path, tmp_path: Path, n_tokens: int
 ) -> None:

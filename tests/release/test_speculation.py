@@ -20,7 +20,7 @@ COPY = f"<|im_start|>user\nRepeat this text word for word: {STORY}<|im_end|>\n<|
 JSON = f'<|im_start|>user\nAnswer in JSON. {STORY}<|im_end|>\n<|im_start|>assistant\n{{"name": "Anton", "born": '
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "born": {"type": "integer"}}}
 PLAIN = ["1, 2, 3, 4, 5, 6,", "def add(a, b):\n", "Once upon a time"]
-PROMPTS = [COPY, COPY + "The mill", JSON, STORY, *PLAIN, STORY * 2]
+PROMPTS = [COPY, COPY + "The mill", JSON, STORY * 3, *PLAIN, COPY * 2]
 
 GREEDY = {"temperature": 0.0}
 SAMPLERS: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ def results(
     """16 requests: each prompt twice, once without drafts and with a longer text, because few drafts are worth it for
     sequences that end together. All drafts are computed, whatever rows cost here."""
     params = [
-        SamplingParams(max_tokens=20 if speculate else 40, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
+        SamplingParams(max_tokens=32 if speculate else 70, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
         for speculate in (True, False)
         for i in range(len(PROMPTS))
     ]

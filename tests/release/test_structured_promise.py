@@ -93,7 +93,7 @@ def test_all_finished_texts_match_and_nine_of_ten_finish_beside_free_texts(defau
 def test_free_texts_are_the_same_with_and_without_constrained_ones_among_them(f16_model: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=16)
     texts = [(prompt, greedy) for prompt, _ in free(6, max_tokens=16)]
-    requests = mixed(constrained(1, max_tokens=8), texts)
+    requests = mixed(constrained(1, max_tokens=8)[::3], texts)
     with open_engine(f16_model, flash_attn="off") as engine:
         _, alone = run(engine, texts)
         _, results = run(engine, requests)
