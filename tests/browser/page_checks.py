@@ -27,6 +27,14 @@ def wait_ready(page: Page) -> None:
     expect(page.locator("header .model")).to_be_visible()
 
 
+def hasten(page: Page) -> None:
+    """From its next load on, the page asks the server ten times as often: not after 1, 2 or 5 seconds."""
+    page.add_init_script("""
+      const late = window.setTimeout
+      window.setTimeout = (act, ms, ...rest) => late(act, [1000, 2000, 5000].includes(ms) ? ms / 10 : ms, ...rest)
+    """)
+
+
 def phone(page: Page) -> None:
     page.set_viewport_size(PHONE)
 

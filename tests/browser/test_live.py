@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,25 +17,19 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.conftest import PageErrors
+from tests.browser.gate import Gate
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
 from tests.support.batch_files import wait_until
 from tests.support.server_process import ServerProcess
 
 SHARED = "The quick brown fox jumps over the lazy dog. " * 20
-FLAGS = ("-np", "16", "-c", "8192", "--kv-layout", "unified", "--spec", "off")
-
-
-@pytest.fixture(scope="module")
-def one_batch_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess("-m", default_model, *FLAGS, "--data-dir", tmp_path_factory.mktemp("data")) as process:
-        yield process.wait_ready()
 
 
 @pytest.fixture
-def batch_server(one_batch_server: ServerProcess) -> ServerProcess:
+def batch_server(server: ServerProcess) -> ServerProcess:
     """16 sequences at once in one set of cells. Nothing runs."""
-    one_batch_server.wait_idle()
-    return one_batch_server
+    server.wait_idle()
+    return server
 
 
 class Streams(threading.Thread):
@@ -225,20 +219,15 @@ _HIDE = """(hidden) => {
 }"""
 
 
-def test_a_server_that_is_gone_and_comes_back(
-    page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, errors: PageErrors
-) -> None:
-    errors.allow(
-        "status of 503|ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE"
-    )
-    server = fresh_server("-m", tiny_llama)
-    tab = open_tab(page, f"{server.url}/", "live")
+def test_a_server_that_is_gone_and_comes_back(page: Page, gate: Gate, errors: PageErrors) -> None:
+    errors.allow("ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE")
+    tab = open_tab(page, f"{gate.url}/", "live")
     expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
-    server.stop()
+    gate.close()
     expect(tab.get_by_role("alert")).to_have_text(
         re.compile(r"^Lost the server\. [^.]+\. Retrying in [\d.]+ m?s\. Showing the last known state\.$")
     )
-    fresh_server("-m", tiny_llama, "--port", server.url.rsplit(":", 1)[1])
+    gate.open()
     expect(tab.get_by_role("alert")).to_have_count(0)
 
 
