@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
@@ -169,6 +170,15 @@ def errors() -> Iterator[PageErrors]:
     assert not errors.unexpected, "\n".join(errors.unexpected)
 
 
+def make_context(chromium: Browser, errors: PageErrors, **options: object) -> BrowserContext:
+    settings = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
+    context = chromium.new_context(**settings)
+    context.set_default_timeout(TIMEOUT_MS)
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    errors.watch(context)
+    return context
+
+
 @pytest.fixture
 def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> Iterator[Callable[..., BrowserContext]]:
     """Makes browser contexts (each with its own storage, cache and settings) that are watched for errors.
@@ -178,12 +188,8 @@ def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> 
     with contextlib.ExitStack() as stack:
 
         def new_context(**options: object) -> BrowserContext:
-            settings = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
-            context = chromium.new_context(**settings)
+            context = make_context(chromium, errors, **options)
             stack.callback(context.close)
-            context.set_default_timeout(TIMEOUT_MS)
-            context.grant_permissions(["clipboard-read", "clipboard-write"])
-            errors.watch(context)
             return context
 
         yield new_context
@@ -193,3 +199,44 @@ def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> 
 def page(new_context: Callable[..., BrowserContext]) -> Page:
     """An empty page in a separate context: nothing stored, light theme, 1280 x 800."""
     return new_context().new_page()
+
+
+class LastingPage(NamedTuple):
+    page: Page
+    errors: PageErrors
+
+
+@pytest.fixture(scope="session")
+def lasting_pages(chromium: Browser, server: ServerProcess) -> Iterator[Callable[[str], LastingPage]]:
+    """Opens the page at a path once for all tests that leave nothing behind in it."""
+    pages: dict[str, LastingPage] = {}
+
+    def open_once(path: str) -> LastingPage:
+        if path not in pages:
+            errors = PageErrors()
+            page = make_context(chromium, errors).new_page()
+            page.goto(server.url + path)
+            pages[path] = LastingPage(page, errors)
+        return pages[path]
+
+    yield open_once
+    for each in pages.values():
+        each.page.context.close()
+
+
+@pytest.fixture
+def drawing(lasting_pages: Callable[[str], LastingPage]) -> Iterator[Page]:
+    """A page for tests that only draw texts in it (`page_checks.draw`)."""
+    page, errors = lasting_pages("/")
+    yield page
+    page.evaluate("window.box?.remove(); window.box = undefined")
+    assert not errors.unexpected, "\n".join(errors.unexpected)
+
+
+@pytest.fixture
+def modules(lasting_pages: Callable[[str], LastingPage]) -> Iterator[Page]:
+    """A page for tests that only import modules of the page and call their functions."""
+    page, errors = lasting_pages("/page/icon.svg")
+    errors.allow("favicon")  # an image that is opened alone names no icon
+    yield page
+    assert not errors.unexpected, "\n".join(errors.unexpected)

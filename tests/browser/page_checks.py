@@ -27,6 +27,20 @@ def wait_ready(page: Page) -> None:
     expect(page.locator("header .model")).to_be_visible()
 
 
+def draw(page: Page, text: str, *, streaming: bool = False) -> Locator:
+    """Draws Markdown as an answer of the chat, without a chat, in place of the last one. Returns where."""
+    page.evaluate(
+        """async ([text, streaming]) => {
+          const {html, render} = await import('./page/components.js')
+          const {Markdown} = await import('./page/markdown.js')
+          window.box ??= document.body.appendChild(Object.assign(document.createElement('div'), {id: 'drawn'}))
+          render(html`<${Markdown} text=${text} streaming=${streaming} />`, window.box)
+        }""",
+        [text, streaming],
+    )
+    return page.locator("#drawn")
+
+
 def hasten(page: Page) -> None:
     """From its next load on, the page asks the server ten times as often: not after 1, 2 or 5 seconds."""
     page.add_init_script("""

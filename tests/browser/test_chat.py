@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
-from tests.browser.conftest import PageErrors
 from tests.browser.hostile import LONG_WORD, MARKS, UNMARKED
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
 from tests.support.batch_files import wait_until
@@ -513,10 +512,8 @@ MERGE = """async () => {
 }"""
 
 
-def test_changes_of_two_browser_tabs_are_merged(page: Page, url: str, errors: PageErrors) -> None:
-    errors.allow("favicon")  # an image that is opened alone names no icon
-    page.goto(f"{url}page/icon.svg")
-    assert page.evaluate(MERGE) == {
+def test_changes_of_two_browser_tabs_are_merged(modules: Page) -> None:
+    assert modules.evaluate(MERGE) == {
         "both answer": ["a b ours theirs", "a b ours", "a", ""],
         "one changes, one adds": ["a b theirs", "a changed theirs", "a", ""],
         "one removes what the other continues": ["a", "a", "a", ""],

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.conftest import PageErrors
 from tests.browser.hostile_markdown import hostile_texts
 from tests.browser.page_checks import Tasks, open_tab, wait_ready
+from tests.support.batch_files import wait_until
 
 MAX_MS = 200
 LENGTH = 40_000  # characters: 5,000 tokens
@@ -48,6 +48,10 @@ SETTLED = """(least) => new Promise((done) => {
   look()
 })"""
 """Until that many answers are shown and no more elements are added. (Playwright's role selectors would be slow.)"""
+
+
+KEPT = """async () => (await (await import('/page/chat/conversation_store.js')).loadAll()).length"""
+"""How many conversations the browser has stored."""
 
 
 def conversation(texts: dict[str, str]) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def test_a_stored_conversation_of_such_texts_does_not_freeze_the_page_when_it_is
         page.locator(".conversations input[type=file]").set_input_files(file)
         page.evaluate(SETTLED, len(texts))
     assert imported.longest_ms < MAX_MS
-    page.wait_for_timeout(500)  # it is kept
+    wait_until(lambda: page.evaluate(KEPT) == 1)
     with Tasks(chromium, page) as loaded:
         page.reload()
         page.evaluate(SETTLED, len(texts))
@@ -126,17 +130,9 @@ BLOCKS = """async ([text, step]) => {
 }"""
 
 
-@pytest.fixture
-def module_page(page: Page, url: str, errors: PageErrors) -> Page:
-    """At an address where modules of the page can be imported."""
-    errors.allow("favicon")
-    page.goto(f"{url}page/icon.svg")
-    return page
-
-
-def test_a_text_that_streams_has_the_same_blocks_and_finished_ones_are_not_read_again(module_page: Page) -> None:
+def test_a_text_that_streams_has_the_same_blocks_and_finished_ones_are_not_read_again(modules: Page) -> None:
     for name, text in hostile_texts(1000).items():
-        whole, streamed, again = module_page.evaluate(BLOCKS, [text, 17])
+        whole, streamed, again = modules.evaluate(BLOCKS, [text, 17])
         assert (streamed, again) == (whole, 0), name
 
 

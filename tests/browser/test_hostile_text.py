@@ -98,15 +98,15 @@ SINKS = ("document.body.innerHTML = '<b>x</b>'", "document.createElement('img').
 def test_the_policy_stops_an_inline_script_that_got_into_the_page(page: Page, url: str, errors: PageErrors) -> None:
     errors.allow("Content Security Policy|requires 'TrustedScript'")
     open_tab(page, url)
-    page.evaluate(
-        """(code) => {
-          const script = document.createElement('script')
-          script.append(code)
-          document.body.append(script)
-        }""",
-        RUN,
-    )
-    page.wait_for_timeout(200)
+    with page.expect_console_message():
+        page.evaluate(
+            """(code) => {
+              const script = document.createElement('script')
+              script.append(code)
+              document.body.append(script)
+            }""",
+            RUN,
+        )
     assert not page.evaluate("'hacked' in window")
     assert "TrustedScript" in "\n".join(errors.found), "and it was the policy that stopped it"
 
@@ -139,6 +139,6 @@ def test_a_page_of_another_origin_cannot_show_this_one_in_a_frame(
     errors.allow("frame-ancestors|Refused to|ERR_BLOCKED_BY_RESPONSE")
     frame = tmp_path / "frame.html"
     frame.write_text(f"<!doctype html><title>Frame</title><iframe src='{url}'></iframe>")
-    page.goto(frame.as_uri())
-    page.wait_for_timeout(500)
+    with page.expect_event("requestfailed"):
+        page.goto(frame.as_uri())
     assert page.frames[1].url.startswith(("chrome-error:", "about:"))

@@ -112,9 +112,8 @@ FOLDER = """
 """
 
 
-def test_a_dropped_folder_is_read_with_its_folders(page: Page, url: str) -> None:
-    open_tab(page, url, "jobs")
-    assert evaluated(page, "job_files", FOLDER) == ["texts", ["a.txt", "sub/b.txt", "sub/c.txt"]]
+def test_a_dropped_folder_is_read_with_its_folders(modules: Page) -> None:
+    assert evaluated(modules, "job_files", FOLDER) == ["texts", ["a.txt", "sub/b.txt", "sub/c.txt"]]
 
 
 def test_several_texts_are_prompts_or_lines_of_prompts(page: Page, url: str) -> None:
@@ -186,12 +185,11 @@ def test_columns_of_an_answer_are_columns_of_the_table(page: Page, url: str, ser
     }
 
 
-def test_a_schema_of_texts_gives_cells_without_quotes(page: Page, url: str) -> None:
-    open_tab(page, url, "jobs")
+def test_a_schema_of_texts_gives_cells_without_quotes(modules: Page) -> None:
     request = {"custom_id": "a", "body": {"messages": [], "json_schema": {"enum": ["positive"]}}}
     answer = {"custom_id": "a", "response": {"body": {"choices": [{"message": {"content": '"positive"'}}]}}}
     script = "return (await m.joinCsv(...args.map((each) => new Blob([each])))).text()"
-    joined = evaluated(page, "results", script, json.dumps(request), json.dumps(answer), "")
+    joined = evaluated(modules, "results", script, json.dumps(request), json.dumps(answer), "")
     (row,) = csv.DictReader(io.StringIO(joined))
     assert row["answer"] == "positive"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Download, Page, expect
+from playwright.sync_api import BrowserContext, Download, Page, expect
 
 from tests.browser.conftest import PageErrors, StartServer
-from tests.browser.page_checks import Tasks, axe_violations, dark, focused, hasten, open_tab, overflow, phone
+from tests.browser.page_checks import axe_violations, dark, focused, hasten, open_tab, overflow, phone
 from tests.support.batch_files import client_of, make_batch, wait_until
 from tests.support.server_process import ServerProcess
 
@@ -108,12 +108,11 @@ RECORDS = """
 """
 
 
-def test_tables_are_read_with_quotes_and_line_ends_and_wrong_records_are_named(page: Page, url: str) -> None:
-    page.goto(url)
+def test_tables_are_read_with_quotes_and_line_ends_and_wrong_records_are_named(modules: Page) -> None:
     text = (
         '\ufeffid,text\r\n1,"a ""q"", b"\r\n2,"two\r\nlines"\r\n\r\n3\r\n4,x,y\r\n5,"a"b\r\n6,"open\r\n7,ok\r\n8,"ends'
     )
-    header, *records = evaluated(page, "records", RECORDS, text, "csv")
+    header, *records = evaluated(modules, "records", RECORDS, text, "csv")
     assert header == {"columns": ["id", "text"]}
     assert {record["line"]: record["row"] for record in records if "row" in record} == {
         2: {"id": "1", "text": 'a "q", b'},
@@ -127,15 +126,14 @@ def test_tables_are_read_with_quotes_and_line_ends_and_wrong_records_are_named(p
     assert "text after a closing quote" in wrong[8]
     assert "quote" in wrong[9]
     assert wrong[11] == "has a quote that is not closed"
-    assert evaluated(page, "records", RECORDS, "a;b\n1;2", "csv")[1]["row"] == {"a": "1", "b": "2"}
-    assert evaluated(page, "records", RECORDS, "a\tb\n1\t", "tsv")[1]["row"] == {"a": "1", "b": ""}
+    assert evaluated(modules, "records", RECORDS, "a;b\n1;2", "csv")[1]["row"] == {"a": "1", "b": "2"}
+    assert evaluated(modules, "records", RECORDS, "a\tb\n1\t", "tsv")[1]["row"] == {"a": "1", "b": ""}
 
 
-def test_lines_of_json_are_requests_or_rows(page: Page, url: str) -> None:
-    page.goto(url)
+def test_lines_of_json_are_requests_or_rows(modules: Page) -> None:
     request = '{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x"}}'
     text = f'{{"a": 1}}\n\n"hi"\n[1]\n{{bad\n{request}\n[\nx\0y'
-    first, second, *wrong = evaluated(page, "records", RECORDS, text, "jsonl")
+    first, second, *wrong = evaluated(modules, "records", RECORDS, text, "jsonl")
     assert (first, second) == ({"line": 1, "row": {"a": 1}}, {"line": 3, "row": {"prompt": "hi"}})
     assert wrong.pop(2) == {"line": 6, "text": request, "request": json.loads(request)}
     assert [each["line"] for each in wrong] == [4, 5, 7, 8]
@@ -154,8 +152,7 @@ MAKE = """
 """
 
 
-def test_rows_become_requests_and_invalid_ones_get_a_remedy(page: Page, url: str) -> None:
-    page.goto(url)
+def test_rows_become_requests_and_invalid_ones_get_a_remedy(modules: Page) -> None:
     sampling = {"max_tokens": 8, "json_schema": '{"type":"object"}'}
     settings = SETTINGS | {"template": "Say {{x}} {text}", "system": "s", "sampling": sampling}
     embedding = {"custom_id": "z", "url": "/v1/embeddings", "body": {"input": "a"}}
@@ -171,7 +168,7 @@ def test_rows_become_requests_and_invalid_ones_get_a_remedy(page: Page, url: str
         {"line": 9, "text": "", "request": {"custom_id": "z", "url": "/v1/chat/completions", "body": {}}},
         {"line": 10, "text": "", "request": stream},
     ]
-    made, *wrong = evaluated(page, "requests", MAKE, settings, records)
+    made, *wrong = evaluated(modules, "requests", MAKE, settings, records)
     assert made["body"] == {
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Say {x} hi"}],
         "max_tokens": 8,
@@ -192,11 +189,11 @@ def test_rows_become_requests_and_invalid_ones_get_a_remedy(page: Page, url: str
         assert says in message
     messages = [{"role": "user", "content": "c"}]
     own = [{"line": 2, "row": {"id": "b", "messages": messages}}, {"line": 3, "row": {"text": "d"}}]
-    chat, without = evaluated(page, "requests", MAKE, SETTINGS, own)
+    chat, without = evaluated(modules, "requests", MAKE, SETTINGS, own)
     assert (chat["custom_id"], chat["body"]) == ("b", {"messages": messages})
     assert "give a list, or use a template" in without
     embeddings = SETTINGS | {"endpoint": "/v1/embeddings", "sampling": {"max_tokens": 8}, "template": "{text}"}
-    assert evaluated(page, "requests", MAKE, embeddings, own[1:])[0]["body"] == {"input": "d"}
+    assert evaluated(modules, "requests", MAKE, embeddings, own[1:])[0]["body"] == {"input": "d"}
 
 
 def test_prompts_are_chats_unless_the_model_has_no_chat_template(page: Page, url: str) -> None:
@@ -220,8 +217,7 @@ def test_the_text_column_is_guessed_and_the_first_prompt_is_shown_before_the_sta
     expect(page.get_by_role("group", name="First prompt")).to_contain_text("The bread was warm.")
 
 
-def test_results_of_all_endpoints_are_read(page: Page, url: str) -> None:
-    page.goto(url)
+def test_results_of_all_endpoints_are_read(modules: Page) -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
 
     def result(**body: object) -> str:
@@ -243,40 +239,46 @@ def test_results_of_all_endpoints_are_read(page: Page, url: str) -> None:
         json.dumps(refused),
         json.dumps(failed),
     ]
-    found = evaluated(page, "results", "return args[0].map(m.resultOf)", lines)
+    found = evaluated(modules, "results", "return args[0].map(m.resultOf)", lines)
     assert [each.get("answer") for each in found] == ["x", '["x","y"]', "x", "[1,2]", "x", None, None]
     assert [each.get("error") for each in found[5:]] == ["no JSON", "too long"]
     assert (found[0]["finish_reason"], found[2]["completion_tokens"], found[5]["line"]) == ("stop", 2, 4)
 
 
-def test_the_time_that_is_left_follows_the_last_minute(page: Page, url: str) -> None:
-    page.goto(url)
+def test_the_time_that_is_left_follows_the_last_minute(modules: Page) -> None:
     script = """
       const rate = new m.Rate();
       for (const [n, now] of args[0]) rate.add(n, now);
       return rate.value;
     """
-    assert evaluated(page, "results", script, [[0, 0]]) is None
-    assert evaluated(page, "results", script, [[0, 0], [10, 10]]) == 1
+    assert evaluated(modules, "results", script, [[0, 0]]) is None
+    assert evaluated(modules, "results", script, [[0, 0], [10, 10]]) == 1
     slower = [[0, 0], [600, 60], *[[600 + i, 60 + 10 * i] for i in range(1, 10)]]
-    assert evaluated(page, "results", script, slower) == pytest.approx(0.1)
+    assert evaluated(modules, "results", script, slower) == pytest.approx(0.1)
 
 
-def test_a_file_of_100_mb_does_not_hold_up_the_page(chromium: Browser, page: Page, url: str) -> None:
-    page.goto(url)
+@pytest.mark.parametrize("megabytes", [10, pytest.param(100, marks=pytest.mark.nightly)])
+def test_a_large_file_does_not_hold_up_the_page(modules: Page, megabytes: int) -> None:
     script = """
       const line = JSON.stringify({prompt: 'word '.repeat(80)}) + '\\n';
-      const blob = new Blob(Array(100).fill(line.repeat(Math.ceil(2 ** 20 / line.length))));
-      const found = await m.checkFile(blob, 'jsonl', args[0], new Map(), () => true);
-      return {size: blob.size, good: found.good, made: found.file.size};
+      const blob = new Blob(Array(args[1]).fill(line.repeat(Math.ceil(2 ** 20 / line.length))));
+      let [most, seen, good, isRunning] = [0, 0, 0, true];
+      const takeTurn = () => {
+        [most, seen] = [Math.max(most, good - seen), good];
+        if (isRunning) setTimeout(takeTurn);
+      };
+      takeTurn();
+      const progress = (counts) => { good = counts.good; return true };
+      const found = await m.checkFile(blob, 'jsonl', args[0], new Map(), progress);
+      isRunning = false;
+      takeTurn();
+      return {size: blob.size, good: found.good, made: found.file.size, most};
     """
-    with Tasks(chromium, page) as tasks:
-        found = evaluated(page, "requests", script, SETTINGS | {"template": "{prompt}"})
-    print(found, tasks.longest_ms)
-    assert found["size"] > 100e6
+    found = evaluated(modules, "requests", script, SETTINGS | {"template": "{prompt}"}, megabytes)
+    assert found["size"] > megabytes * 1e6
     assert found["made"] > found["size"]
-    assert found["good"] > 200_000
-    assert tasks.longest_ms < 500
+    assert found["good"] > 2000 * megabytes
+    assert found["most"] < 10_000, "lines between two turns of the page"
 
 
 def test_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(

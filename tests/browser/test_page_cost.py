@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.scripts import columns, number, script
+
+pytestmark = pytest.mark.nightly
 
 
 def test_open_pages_are_measured_in_turns_beside_a_server_alone(tiny_llama: Path) -> None:
