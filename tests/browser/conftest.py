@@ -1,4 +1,4 @@
-"""One `cppbatch serve` with the default model and one Chromium for all tests; every test gets a separate page."""
+"""One paced `cppbatch serve` of `page_model` and one Chromium for all tests; every test gets a separate page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from tests.browser.chromium import NoChromiumError, find_chromium
+from tests.browser.gate import Gate
+from tests.browser.hostile import HOSTILE_NAME, write_hostile_model
+from tests.browser.page_model import write_page_model
 from tests.support.server_process import ServerProcess
 
 FLAGS = (
@@ -21,6 +25,7 @@ FLAGS = (
     # no other host can be reached; names below .test are this machine, for pages of other sites
     "--host-resolver-rules=MAP *.test 127.0.0.1 , MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
+PACED = "tests.support.paced_server"
 TIMEOUT_MS = 30_000  # of `expect` and of actions: machines that run tests are busy
 expect.set_options(timeout=TIMEOUT_MS)
 
@@ -70,11 +75,31 @@ class PageErrors:
 
 
 @pytest.fixture(scope="session")
-def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The server of all tests that need no special flags. Its data folder is empty at the start."""
-    data = tmp_path_factory.mktemp("server-data")
-    with ServerProcess("-m", default_model, "--data-dir", data) as process:
-        yield process.wait_ready()
+def page_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes words until it is stopped: its texts do not end while a test looks at them."""
+    return write_page_model(tmp_path_factory.mktemp("page-model") / "words.gguf")
+
+
+StartServer = Callable[..., ServerProcess]
+
+
+@pytest.fixture(scope="session")
+def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """Starts servers with these flags and separate data folders, and ends them after all tests."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str | Path, module: str = "cppbatch") -> ServerProcess:
+            data = tmp_path_factory.mktemp("server-data")
+            return stack.enter_context(ServerProcess("--data-dir", data, *flags, module=module)).wait_ready()
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def server(page_model: Path, lasting_server: StartServer) -> ServerProcess:
+    """The server of all tests that need no special flags: 16 sequences at once in one set of cells."""
+    flags = ("-np", "16", "-c", "32768", "--kv-layout", "unified", "--spec", "off")
+    return lasting_server("-m", page_model, *flags, module=PACED)
 
 
 @pytest.fixture
@@ -83,19 +108,43 @@ def url(server: ServerProcess) -> str:
     return f"{server.url}/"
 
 
+@pytest.fixture(scope="session")
+def small_server(tiny_llama: Path, lasting_server: StartServer) -> ServerProcess:
+    """A server with low limits: 512 tokens of context, 3 prompts in a request, files of 1 MB."""
+    limits = ("--max-prompts-per-batch", "3", "--max-file-mb", "1")
+    return lasting_server("-m", tiny_llama, "-np", "2", "-c", "512", *limits)
+
+
+@pytest.fixture(scope="session")
+def hostile_server(tmp_path_factory: pytest.TempPathFactory, lasting_server: StartServer) -> ServerProcess:
+    """A server with a model that writes HTML and scripts, and with HTML in its name, `HOSTILE_NAME`."""
+    model = write_hostile_model(tmp_path_factory.mktemp("hostile") / "hostile.gguf")
+    sampling = ("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0", "-n", "40", "--seed", "5")
+    return lasting_server("-m", model, "--alias", HOSTILE_NAME, "-np", "8", "-c", "16384", *sampling)
+
+
 @pytest.fixture
-def fresh_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+def gate(server: ServerProcess) -> Iterator[Gate]:
+    """An address of `server` that can be closed."""
+    gate = Gate(server.url)
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def fresh_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts a server with these flags and a separate data folder, and ends it after the test.
 
-    `ready=False`: does not wait for it. Name the model with -m: `default_model`, or a tiny one.
+    `ready=False`: does not wait for it. Name the model with -m: `page_model`, or another tiny one.
     """
     with contextlib.ExitStack() as stack:
         count = 0
 
-        def start(*flags: str | Path, ready: bool = True) -> ServerProcess:
+        def start(*flags: str | Path, ready: bool = True, module: str = PACED) -> ServerProcess:
             nonlocal count
             count += 1
-            process = stack.enter_context(ServerProcess("--data-dir", tmp_path / f"data-{count}", *flags))
+            data = tmp_path / f"data-{count}"
+            process = stack.enter_context(ServerProcess("--data-dir", data, *flags, module=module))
             return process.wait_ready() if ready else process
 
         yield start
@@ -121,6 +170,15 @@ def errors() -> Iterator[PageErrors]:
     assert not errors.unexpected, "\n".join(errors.unexpected)
 
 
+def make_context(chromium: Browser, errors: PageErrors, **options: object) -> BrowserContext:
+    settings = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
+    context = chromium.new_context(**settings)
+    context.set_default_timeout(TIMEOUT_MS)
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    errors.watch(context)
+    return context
+
+
 @pytest.fixture
 def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> Iterator[Callable[..., BrowserContext]]:
     """Makes browser contexts (each with its own storage, cache and settings) that are watched for errors.
@@ -130,12 +188,8 @@ def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> 
     with contextlib.ExitStack() as stack:
 
         def new_context(**options: object) -> BrowserContext:
-            settings = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
-            context = chromium.new_context(**settings)
+            context = make_context(chromium, errors, **options)
             stack.callback(context.close)
-            context.set_default_timeout(TIMEOUT_MS)
-            context.grant_permissions(["clipboard-read", "clipboard-write"])
-            errors.watch(context)
             return context
 
         yield new_context
@@ -145,3 +199,44 @@ def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> 
 def page(new_context: Callable[..., BrowserContext]) -> Page:
     """An empty page in a separate context: nothing stored, light theme, 1280 x 800."""
     return new_context().new_page()
+
+
+class LastingPage(NamedTuple):
+    page: Page
+    errors: PageErrors
+
+
+@pytest.fixture(scope="session")
+def lasting_pages(chromium: Browser, server: ServerProcess) -> Iterator[Callable[[str], LastingPage]]:
+    """Opens the page at a path once for all tests that leave nothing behind in it."""
+    pages: dict[str, LastingPage] = {}
+
+    def open_once(path: str) -> LastingPage:
+        if path not in pages:
+            errors = PageErrors()
+            page = make_context(chromium, errors).new_page()
+            page.goto(server.url + path)
+            pages[path] = LastingPage(page, errors)
+        return pages[path]
+
+    yield open_once
+    for each in pages.values():
+        each.page.context.close()
+
+
+@pytest.fixture
+def drawing(lasting_pages: Callable[[str], LastingPage]) -> Iterator[Page]:
+    """A page for tests that only draw texts in it (`page_checks.draw`)."""
+    page, errors = lasting_pages("/")
+    yield page
+    page.evaluate("window.box?.remove(); window.box = undefined")
+    assert not errors.unexpected, "\n".join(errors.unexpected)
+
+
+@pytest.fixture
+def modules(lasting_pages: Callable[[str], LastingPage]) -> Iterator[Page]:
+    """A page for tests that only import modules of the page and call their functions."""
+    page, errors = lasting_pages("/page/icon.svg")
+    errors.allow("favicon")  # an image that is opened alone names no icon
+    yield page
+    assert not errors.unexpected, "\n".join(errors.unexpected)

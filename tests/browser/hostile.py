@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
-
-from cppbatch.models.synthetic import GgufVocab, byte_vocab, write_llama
+from tests.support import tiny_models
 
 RUN = "window.hacked = true"
 LONG_WORD = "unbreakable" * 40
+HOSTILE_NAME = f"<img src=x onerror='{RUN}'>{LONG_WORD[:120]}"
 PIECES = (
     f"<script>{RUN}</script>",
     f"<img src=x onerror='{RUN}'>",
@@ -47,11 +46,4 @@ UNMARKED = {"hacked": False, "elements": [], "handlers": []}
 
 def write_hostile_model(path: Path) -> Path:
     """A random Llama model that writes `PIECES` and nothing else, and never ends by itself."""
-    plain = byte_vocab()
-    vocab = GgufVocab(
-        pieces=[*plain.pieces, *PIECES],
-        scores=[*plain.scores, *[-1e6] * len(PIECES)],
-        types=[*plain.types, *[gguf.TokenType.USER_DEFINED] * len(PIECES)],
-    )
-    others = (t for t in gguf.TokenType if t != gguf.TokenType.USER_DEFINED)
-    return write_llama(path, vocab=vocab, silent=tuple(others))
+    return tiny_models.writing(path, PIECES)

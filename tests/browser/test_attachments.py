@@ -17,6 +17,7 @@ from playwright.sync_api import Locator, Page, Route, expect
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
 from tests.browser.test_chat import CHAT, answer_with, ask, exported, messages, send
 from tests.support import tiny_models, tiny_projectors
+from tests.support.batch_files import wait_until
 from tests.support.pdf_files import pdf, scanned_pdf
 from tests.support.server_process import ServerProcess
 
@@ -136,12 +137,15 @@ def test_a_text_file_is_a_chip_with_its_tokens_and_is_sent_in_a_fence_with_its_n
     expect(messages(chat, "user").locator(".chip")).to_have_count(2)
 
 
-def test_a_pdf_of_20_pages_is_a_chip_with_its_tokens_and_is_sent_as_its_text(chat: Page) -> None:
+def test_a_pdf_of_20_pages_is_a_chip_with_its_tokens_and_is_sent_as_its_text(chat: Page, server: ServerProcess) -> None:
     answer_with(chat, "A report.")
-    data = pdf([f"Page {i} of the report" for i in range(1, 21)])
-    choose(chat, file("report.pdf", "application/pdf", data))
-    expect(attached(chat)).to_contain_text(re.compile(r"report\.pdf 1\d\d tokens"))
-    expect(chat.locator(".context-meter")).to_contain_text(re.compile(r"^\s*2\d\d of"))  # with the template's
+    pages = [f"Page {i} of the report" for i in range(1, 21)]
+    n_tokens = len(server.post("/tokenize", {"content": "\n\n".join(pages)})["tokens"])
+    choose(chat, file("report.pdf", "application/pdf", pdf(pages)))
+    expect(attached(chat)).to_contain_text(f"report.pdf {n_tokens} tokens")
+    meter = chat.locator(".context-meter")
+    expect(meter).to_be_visible()
+    assert n_tokens + 20 < used(meter) < n_tokens + 100  # with the fence and the template
     content = sent_content(chat, "What is this?")
     assert content.startswith("report.pdf:\n```pdf\nPage 1 of the report\n\nPage 2 of the report\n")
     assert content.endswith("Page 20 of the report\n```\n\nWhat is this?")
@@ -212,14 +216,18 @@ def test_how_full_the_context_is_is_shown_before_a_message_is_sent(chat: Page) -
     assert short > 20
     asked: list[str] = []
     chat.on("request", lambda request: asked.append(request.url) if request.url.endswith("/input_tokens") else None)
-    field.press_sequentially(" four five six", delay=10)
+    chat.clock.install()
+    chat.clock.pause_at(chat.evaluate("Date.now() / 1000 + 1"))
+    field.press_sequentially(" four five six")
+    chat.clock.run_for(1000)
+    chat.clock.resume()
     expect(meter).to_contain_text(f"{short + 3} of")
-    assert len(asked) <= 2, "not at each key"
+    assert len(asked) == 1, "not at each key"
     chat.get_by_role("button", name="Conversation settings").click()
     chat.get_by_label("System prompt").fill("You are a pirate. " * 20)
     chat.keyboard.press("Escape")
-    field.press_sequentially(" seven", delay=10)
-    expect(meter).to_contain_text(re.compile(r"^\s*1\d\d of"))  # with the system prompt
+    field.press_sequentially(" seven")
+    wait_until(lambda: used(meter) > short + 100)  # with the system prompt
     field.fill("word " * 20_000)
     expect(meter).to_contain_text("too long; shorten it")
     assert axe_violations(chat) == []

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
-from tests.browser.conftest import PageErrors
-from tests.browser.hostile import LONG_WORD, MARKS, UNMARKED, write_hostile_model
+from tests.browser.hostile import LONG_WORD, MARKS, UNMARKED
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
 from tests.support.batch_files import wait_until
 from tests.support.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat
@@ -153,20 +152,15 @@ def test_an_answer_continues_while_another_tab_or_conversation_is_shown(chat: Pa
         assert answered(chat)
 
 
-def test_a_worker_that_is_killed_is_not_seen_in_the_stream(
-    page: Page, default_model: Path, fresh_server: Callable[..., ServerProcess]
-) -> None:
-    server = fresh_server("-m", default_model, "-np", "2")
-    open_tab(page, f"{server.url}/")
-    wait_ready(page)
-    settings(page, Temperature="0", Maximum_tokens="60")
-    send(page, "Write a story about a mill.")
-    expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
+def test_a_worker_that_is_killed_is_not_seen_in_the_stream(chat: Page, server: ServerProcess) -> None:
+    settings(chat, Temperature="0", Maximum_tokens="300")
+    send(chat, "Write a story about a mill.")
+    expect(messages(chat, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
     (worker,) = server.workers
     worker.kill()
-    assert answered(page)
-    expect(messages(page, "assistant").locator(".stats")).to_contain_text("60 tokens")
-    expect(page.locator(".notice")).to_have_count(0)
+    assert answered(chat)
+    expect(messages(chat, "assistant").locator(".stats")).to_contain_text("300 tokens")
+    expect(chat.locator(".notice")).to_have_count(0)
 
 
 # --- versions -------------------------------------------------------------------------------------------------------
@@ -315,12 +309,9 @@ def test_arguments_of_a_call_that_are_nested_deep_are_shown_as_they_are(chat: Pa
     expect(chat.locator(".call pre")).to_have_text("[" * 10_000 + "]" * 10_000)
 
 
-def test_model_output_is_shown_and_never_run(
-    page: Page, tmp_path: Path, fresh_server: Callable[..., ServerProcess]
-) -> None:
-    server = fresh_server("-m", write_hostile_model(tmp_path / "hostile.gguf"), "-np", "2", "-c", "4096")
+def test_model_output_is_shown_and_never_run(page: Page, hostile_server: ServerProcess) -> None:
     phone(page)
-    open_tab(page, f"{server.url}/")
+    open_tab(page, f"{hostile_server.url}/")
     wait_ready(page)
     settings(page, Maximum_tokens="300")
     ask(page, "<img src=x onerror='window.hacked = true'>")
@@ -521,10 +512,8 @@ MERGE = """async () => {
 }"""
 
 
-def test_changes_of_two_browser_tabs_are_merged(page: Page, url: str, errors: PageErrors) -> None:
-    errors.allow("favicon")  # an image that is opened alone names no icon
-    page.goto(f"{url}page/icon.svg")
-    assert page.evaluate(MERGE) == {
+def test_changes_of_two_browser_tabs_are_merged(modules: Page) -> None:
+    assert modules.evaluate(MERGE) == {
         "both answer": ["a b ours theirs", "a b ours", "a", ""],
         "one changes, one adds": ["a b theirs", "a changed theirs", "a", ""],
         "one removes what the other continues": ["a", "a", "a", ""],

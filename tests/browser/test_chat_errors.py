@@ -6,13 +6,13 @@ import json
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, Request, Route, expect
 
 from tests.browser.conftest import PageErrors
+from tests.browser.gate import Gate
 from tests.browser.page_checks import axe_violations, open_tab, wait_ready
 from tests.browser.test_chat import (
     ANSWERED,
@@ -83,11 +83,10 @@ def test_a_busy_server_is_retried_after_its_retry_after(chat: Page, errors: Page
 
 
 def test_a_conversation_that_is_too_long_for_the_context_says_so(
-    page: Page, tiny_llama: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
+    page: Page, errors: PageErrors, small_server: ServerProcess
 ) -> None:
     errors.allow("status of 400")
-    server = fresh_server("-m", tiny_llama, "-np", "2", "-c", "512")
-    open_tab(page, f"{server.url}/")
+    open_tab(page, f"{small_server.url}/")
     wait_ready(page)
     send(page, "many words " * 300)
     alert = page.get_by_role("alert")
@@ -161,17 +160,13 @@ def test_a_file_without_chat_template_is_named_above_the_message_field(
         assert axe_violations(page) == []
 
 
-def test_a_server_that_ends_leaves_the_text_so_far(
-    page: Page, default_model: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
-) -> None:
-    errors.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE|status of 503")
-    server = fresh_server("-m", default_model, "-np", "1")
-    open_tab(page, f"{server.url}/")
+def test_a_server_that_ends_leaves_the_text_so_far(page: Page, errors: PageErrors, gate: Gate) -> None:
+    errors.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE")
+    open_tab(page, f"{gate.url}/")
     wait_ready(page)
     send_without_end(page)
-    words = re.compile(r"\w{3}")  # "1." alone is a list without text
-    expect(messages(page, "assistant").locator(".markdown")).to_contain_text(words, timeout=ANSWERED)
-    server.process.kill()
+    expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
+    gate.close()
     expect(page.get_by_role("alert")).to_contain_text("Lost the connection to the server")
     assert messages(page, "assistant").locator(".markdown").text_content()
     expect(page.get_by_role("button", name="Continue")).to_be_visible()

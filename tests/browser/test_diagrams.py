@@ -9,8 +9,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.hostile import MARKS, UNMARKED
-from tests.browser.page_checks import axe_violations, dark, open_tab, phone, wait_ready
-from tests.browser.test_markdown import DRAW
+from tests.browser.page_checks import axe_violations, dark, draw, open_tab, phone, wait_ready
 
 IMPACTS = ("critical", "serious", "moderate", "minor")
 
@@ -54,10 +53,10 @@ def test_diagrams_are_images_with_their_source_and_are_drawn_when_they_are_whole
     loaded: list[str] = []
     chat.on("request", lambda request: loaded.append(request.url.partition("/page/")[2]))
     text = "\n\n".join(map(fence, DIAGRAMS.values()))
-    chat.evaluate(DRAW, [fence(DIAGRAMS["pie"])[:-4], True])
+    draw(chat, fence(DIAGRAMS["pie"])[:-4], streaming=True)
     expect(chat.locator("#drawn code")).to_contain_text("pie title")
     assert "vendor/mermaid.js" not in loaded
-    chat.evaluate(DRAW, [text, False])
+    draw(chat, text)
     images = chat.locator("#drawn .diagram img")
     expect(images).to_have_count(len(DIAGRAMS))
     assert loaded.count("vendor/mermaid.js") == 1
@@ -88,7 +87,7 @@ def test_diagrams_are_images_with_their_source_and_are_drawn_when_they_are_whole
 
 def test_what_is_not_a_diagram_stays_code_with_the_reason(chat: Page) -> None:
     texts = ["flowchart LR\n  A -->", "x" * 20_001, DIAGRAMS["pie"]]
-    chat.evaluate(DRAW, ["\n\n".join(map(fence, texts)), False])
+    draw(chat, "\n\n".join(map(fence, texts)))
     expect(chat.locator("#drawn .diagram img")).to_have_count(1)  # the one after those that cannot be drawn
     expect(chat.locator("#drawn").get_by_role("status")).to_have_text(
         [
@@ -121,7 +120,7 @@ def test_no_diagram_runs_loads_or_links_anything(chat: Page, errors: PageErrors)
     chat.on("response", lambda response: answered.append(response.url))
     for hostile in HOSTILE:
         source = hostile.replace("PORT", str(urlsplit(chat.url).port))
-        chat.evaluate(DRAW, [f"{fence(source)}\n\n{fence(DIAGRAMS['pie'])}", False])
+        draw(chat, f"{fence(source)}\n\n{fence(DIAGRAMS['pie'])}")
         last = chat.locator("#drawn .markdown > div > div").last.locator(".diagram img")
         expect(last).to_have_count(1)
         last.evaluate("(one) => one.decode()")
@@ -143,20 +142,20 @@ def test_a_diagram_that_hangs_is_given_up_and_the_next_one_is_drawn(chat: Page) 
     chat.reload()
     wait_ready(chat)
     chat.route("**/diagram_frame.html", lambda route: route.fulfill(body=HANGING, content_type="text/html"), times=1)
-    chat.evaluate(DRAW, [fence(DIAGRAMS["pie"]), False])
+    draw(chat, fence(DIAGRAMS["pie"]))
     expect(chat.get_by_text("This diagram could not be drawn: drawing it takes more than 10 seconds.")).to_be_visible()
     expect(chat.locator("iframe")).to_have_count(0)
-    chat.evaluate(DRAW, [fence(DIAGRAMS["class"]), False])
+    draw(chat, fence(DIAGRAMS["class"]))
     expect(chat.locator("#drawn .diagram img")).to_have_count(1)
 
 
-def test_footnotes_lead_to_their_text_and_back(chat: Page) -> None:
+def test_footnotes_lead_to_their_text_and_back(drawing: Page) -> None:
     text = (
         "Water boils at 100 °C[^1], but not everywhere.[^high up] An[^unknown] reference.[^note]\n\n"
         "[^1]: At *sea level*,\n  with `code`.\n[^note]: Word\n\nAfter [^1]: it.\n\n[^x y]: not a name"
     )
-    chat.evaluate(DRAW, [text, False])
-    drawn = chat.locator("#drawn")
+    draw(drawing, text)
+    drawn = drawing.locator("#drawn")
     expect(drawn.locator("sup .mark")).to_have_text(["1", "note", "1"])
     expect(drawn.locator(".footnote")).to_have_text(["1 At sea level,with code.", "note Word"])
     expect(drawn.locator(".footnote em")).to_have_text("sea level")
@@ -168,16 +167,16 @@ def test_footnotes_lead_to_their_text_and_back(chat: Page) -> None:
     )
     mark.click()
     expect(note).to_be_focused()
-    chat.keyboard.press("Enter")
+    drawing.keyboard.press("Enter")
     expect(mark).to_be_focused()
     assert drawn.locator("[id]").count() == 0
-    assert violations(chat) == []
+    assert violations(drawing) == []
 
 
-def test_footnotes_appear_in_a_text_that_streams(chat: Page) -> None:
+def test_footnotes_appear_in_a_text_that_streams(drawing: Page) -> None:
     text = "One[^1] and two[^2].\n\nMore.\n\n[^1]: First.\n[^2]: Second."
     for end in range(5, len(text), 7):
-        chat.evaluate(DRAW, [text[:end], True])
-    chat.evaluate(DRAW, [text, False])
-    expect(chat.locator("#drawn sup .mark")).to_have_text(["1", "2"])
-    expect(chat.locator("#drawn .footnote")).to_have_text(["1 First.", "2 Second."])
+        draw(drawing, text[:end], streaming=True)
+    draw(drawing, text)
+    expect(drawing.locator("#drawn sup .mark")).to_have_text(["1", "2"])
+    expect(drawing.locator("#drawn .footnote")).to_have_text(["1 First.", "2 Second."])

@@ -8,7 +8,6 @@ from playwright.sync_api import BrowserContext, Page
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, overflow, walk_by_tab_key
-from tests.support.server_process import ServerProcess
 
 
 def test_errors_of_a_page_are_noticed_and_can_be_allowed(page: Page, errors: PageErrors) -> None:
@@ -33,8 +32,3 @@ def test_missing_labels_wide_elements_and_the_tab_key_are_seen(new_context: Call
     assert [(e.tag, e.name) for e in walk_by_tab_key(page)] == [("input", ""), ("button", "Send"), ("a", "Next")]
     page.add_style_tag(content=".w { width: 500px }")
     assert overflow(page) == ["button.w"]
-
-
-def test_a_separate_server_has_its_flags(fresh_server: Callable[..., ServerProcess], tiny_llama: str) -> None:
-    own = fresh_server("-m", tiny_llama, "-np", "3", "-c", "256", "--no-metrics")
-    assert own.get("/props")["total_slots"] == 3

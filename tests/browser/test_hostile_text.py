@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.conftest import PageErrors
-from tests.browser.hostile import LONG_WORD, MARKS, PIECES, RUN, UNMARKED, write_hostile_model
+from tests.browser.hostile import HOSTILE_NAME, LONG_WORD, MARKS, PIECES, RUN, UNMARKED
 from tests.browser.page_checks import PHONE, TABS, axe_violations, open_tab, overflow, wait_ready
 from tests.support.server_process import ServerProcess
 
-NAME = f"<img src=x onerror='{RUN}'>{LONG_WORD[:120]}"
-SAMPLING = ("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--ignore-eos", "-n", "40", "--seed", "5")
 
-
-@pytest.fixture(scope="module")
-def hostile_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with a model that writes HTML and scripts, and with HTML in its names."""
-    folder = tmp_path_factory.mktemp("hostile")
-    model = write_hostile_model(folder / "hostile.gguf")
-    flags = ("-m", model, "--alias", NAME, "--data-dir", folder / "data", "-np", "8", "-c", "16384")
-    with ServerProcess(*flags, *SAMPLING) as process:
-        yield f"{process.wait_ready().url}/"
+@pytest.fixture
+def hostile_url(hostile_server: ServerProcess) -> str:
+    return f"{hostile_server.url}/"
 
 
 def check_safe(page: Page) -> None:
@@ -82,7 +73,8 @@ def test_results_and_names_of_jobs_are_text(page: Page, hostile_url: str) -> Non
     section = open_tab(page, hostile_url, "jobs")
     wait_ready(page)
     lines = [json.dumps({"custom_id": f"<b>{i}</b>{LONG_WORD}", "prompt": piece}) for i, piece in enumerate(PIECES)]
-    table = {"name": f"{NAME[:100]}.jsonl", "mimeType": "application/jsonl", "buffer": "\n".join(lines).encode()}
+    name, data = f"{HOSTILE_NAME[:100]}.jsonl", "\n".join(lines).encode()
+    table = {"name": name, "mimeType": "application/jsonl", "buffer": data}
     section.locator("input[type=file]").first.set_input_files(table)  # type: ignore[arg-type,unused-ignore]
     section.get_by_text("Sampling settings").click()
     section.get_by_label("Maximum tokens").fill("64")
@@ -96,7 +88,7 @@ def test_results_and_names_of_jobs_are_text(page: Page, hostile_url: str) -> Non
 def test_the_name_of_a_model_is_text_on_every_tab(page: Page, hostile_url: str, tab: str) -> None:
     open_tab(page, hostile_url, tab)
     wait_ready(page)
-    expect(page.locator("header .model")).to_have_text(NAME)
+    expect(page.locator("header .model")).to_have_text(HOSTILE_NAME)
     check_safe(page)
 
 
@@ -106,15 +98,15 @@ SINKS = ("document.body.innerHTML = '<b>x</b>'", "document.createElement('img').
 def test_the_policy_stops_an_inline_script_that_got_into_the_page(page: Page, url: str, errors: PageErrors) -> None:
     errors.allow("Content Security Policy|requires 'TrustedScript'")
     open_tab(page, url)
-    page.evaluate(
-        """(code) => {
-          const script = document.createElement('script')
-          script.append(code)
-          document.body.append(script)
-        }""",
-        RUN,
-    )
-    page.wait_for_timeout(200)
+    with page.expect_console_message():
+        page.evaluate(
+            """(code) => {
+              const script = document.createElement('script')
+              script.append(code)
+              document.body.append(script)
+            }""",
+            RUN,
+        )
     assert not page.evaluate("'hacked' in window")
     assert "TrustedScript" in "\n".join(errors.found), "and it was the policy that stopped it"
 
@@ -147,6 +139,6 @@ def test_a_page_of_another_origin_cannot_show_this_one_in_a_frame(
     errors.allow("frame-ancestors|Refused to|ERR_BLOCKED_BY_RESPONSE")
     frame = tmp_path / "frame.html"
     frame.write_text(f"<!doctype html><title>Frame</title><iframe src='{url}'></iframe>")
-    page.goto(frame.as_uri())
-    page.wait_for_timeout(500)
+    with page.expect_event("requestfailed"):
+        page.goto(frame.as_uri())
     assert page.frames[1].url.startswith(("chrome-error:", "about:"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import PageErrors
+from tests.browser.conftest import PageErrors, StartServer
 from tests.browser.page_checks import axe_violations, dark, open_tab, phone, wait_ready
 from tests.support import tiny_models
 from tests.support.fake_hub import FakeHub
@@ -39,13 +39,11 @@ def hub(folder: Path) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(scope="module")
-def hub_server(folder: Path, hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def hub_server(folder: Path, hub: FakeHub, lasting_server: StartServer) -> ServerProcess:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("HF_HUB_OFFLINE", raising=False)
         patch.setenv("HF_ENDPOINT", hub.url)
-        flags = ("--models-dir", folder, "-np", "2", "-c", "1024", "--data-dir", tmp_path_factory.mktemp("data"))
-        with ServerProcess(*flags) as server:
-            yield server.wait_ready()
+        return lasting_server("--models-dir", folder, "-np", "2", "-c", "1024")
 
 
 @pytest.fixture

@@ -14,10 +14,16 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
+from tests.browser.page_checks import axe_violations, dark, hasten, open_tab, overflow, phone
 from tests.browser.test_jobs import choose, content, drop, evaluated, limit_tokens, save, start, wait_status
 from tests.support.pdf_files import pdf, scanned_pdf
 from tests.support.server_process import ServerProcess
+
+
+@pytest.fixture
+def page(page: Page) -> Page:
+    hasten(page)
+    return page
 
 
 def zipped(contents: Mapping[str, str | bytes]) -> bytes:
@@ -51,7 +57,9 @@ def test_each_file_of_a_zip_file_is_a_prompt_and_its_answer_has_its_name(
     expect(page.locator(".notice")).to_contain_text(".x was left out: hidden.")
     expect(page.locator(".notice")).to_contain_text("c.pdf was left out: contains no text, perhaps because")
     expect(page.get_by_role("region", name="New job").get_by_role("heading")).to_have_text("texts.zip")
-    expect(page.get_by_role("region", name="New job")).to_contain_text("2 files, each one prompt: 8 tokens.")
+    texts = ("two\nlines", "one\n\npage two")
+    n = sum(len(server.post("/tokenize", {"content": text})["tokens"]) for text in texts)
+    expect(page.get_by_role("region", name="New job")).to_contain_text(f"2 files, each one prompt: {n} tokens.")
     expect(page.get_by_label("Column that identifies the results")).to_have_count(0)
     page.get_by_label("Template").fill("Summarise {file}: {text}")
     expect(page.get_by_text("2 files ready, 0 invalid")).to_be_visible()
@@ -104,9 +112,8 @@ FOLDER = """
 """
 
 
-def test_a_dropped_folder_is_read_with_its_folders(page: Page, url: str) -> None:
-    open_tab(page, url, "jobs")
-    assert evaluated(page, "job_files", FOLDER) == ["texts", ["a.txt", "sub/b.txt", "sub/c.txt"]]
+def test_a_dropped_folder_is_read_with_its_folders(modules: Page) -> None:
+    assert evaluated(modules, "job_files", FOLDER) == ["texts", ["a.txt", "sub/b.txt", "sub/c.txt"]]
 
 
 def test_several_texts_are_prompts_or_lines_of_prompts(page: Page, url: str) -> None:
@@ -178,12 +185,11 @@ def test_columns_of_an_answer_are_columns_of_the_table(page: Page, url: str, ser
     }
 
 
-def test_a_schema_of_texts_gives_cells_without_quotes(page: Page, url: str) -> None:
-    open_tab(page, url, "jobs")
+def test_a_schema_of_texts_gives_cells_without_quotes(modules: Page) -> None:
     request = {"custom_id": "a", "body": {"messages": [], "json_schema": {"enum": ["positive"]}}}
     answer = {"custom_id": "a", "response": {"body": {"choices": [{"message": {"content": '"positive"'}}]}}}
     script = "return (await m.joinCsv(...args.map((each) => new Blob([each])))).text()"
-    joined = evaluated(page, "results", script, json.dumps(request), json.dumps(answer), "")
+    joined = evaluated(modules, "results", script, json.dumps(request), json.dumps(answer), "")
     (row,) = csv.DictReader(io.StringIO(joined))
     assert row["answer"] == "positive"
 

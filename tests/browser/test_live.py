@@ -8,43 +8,37 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.conftest import PageErrors
+from tests.browser.gate import Gate
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
 from tests.support.batch_files import wait_until
 from tests.support.server_process import ServerProcess
 
 SHARED = "The quick brown fox jumps over the lazy dog. " * 20
-FLAGS = ("-np", "16", "-c", "8192", "--kv-layout", "unified", "--spec", "off")
-
-
-@pytest.fixture(scope="module")
-def one_batch_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess("-m", default_model, *FLAGS, "--data-dir", tmp_path_factory.mktemp("data")) as process:
-        yield process.wait_ready()
 
 
 @pytest.fixture
-def batch_server(one_batch_server: ServerProcess) -> ServerProcess:
+def batch_server(server: ServerProcess) -> ServerProcess:
     """16 sequences at once in one set of cells. Nothing runs."""
-    one_batch_server.wait_idle()
-    return one_batch_server
+    server.wait_idle()
+    return server
 
 
 class Streams(threading.Thread):
     """16 streaming requests with one shared prompt, in one request. `finish_reasons`: of the choices that ended.
 
-    With `LONG` tokens they do not end while a test looks at the page, and the test stops them.
+    With `LONG` tokens, 15 seconds of the paced server, they do not end while a test looks at the page, and the test
+    stops them.
     """
 
-    LONG = 400
+    LONG = 1500
 
     def __init__(self, server: ServerProcess, max_tokens: int = 60) -> None:
         super().__init__(daemon=True)
@@ -105,23 +99,21 @@ def test_16_streams_are_16_rows_and_their_shared_prompt_is_one_block(page: Page,
 
 def test_rows_keep_their_positions_until_their_sequences_end(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
+    page.evaluate("""() => {
+      window.seen = []
+      const look = () => {
+        window.seen.push([...document.querySelectorAll('tr[data-state]')].map((row) => row.dataset.number))
+        requestAnimationFrame(look)
+      }
+      look()
+    }""")
     streams = Streams(batch_server)
-    expect(rows(page)).to_have_count(16)
-    order = rows(page).evaluate_all("rows => rows.map(row => row.dataset.number)")
-    seen = page.evaluate(
-        """() => new Promise((resolve) => {
-            const seen = new Set();
-            const look = () => {
-                const numbers = [...document.querySelectorAll('tr[data-state]')].map((row) => row.dataset.number);
-                if (!numbers.length) return resolve([...seen]);
-                seen.add(numbers.join());
-                setTimeout(look, 50);
-            };
-            look();
-        })"""
-    )
     streams.join(150)
-    assert all(numbers == ",".join(each for each in order if each in numbers.split(",")) for numbers in seen)
+    expect(rows(page)).to_have_count(0)
+    seen = page.evaluate("window.seen")
+    order = max(seen, key=len)
+    assert len(order) == 16
+    assert all(numbers == [each for each in order if each in numbers] for numbers in seen)
 
 
 def test_a_killed_worker_is_shown_on_the_page_and_the_streams_continue(page: Page, batch_server: ServerProcess) -> None:
@@ -188,32 +180,25 @@ def test_the_share_of_the_ideal_speed_is_explained_and_shown_only_while_somethin
     expect(figure).to_have_attribute("title", re.compile("the time that its tokens need"))
 
 
-def n_connections(url: str) -> int:
-    """Open connections of the server, as the kernel counts them."""
-    port = f":{urlsplit(url).port:04X}"
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    return sum(fields[1].endswith(port) and fields[3] == "01" for fields in map(str.split, lines))
-
-
-def test_the_stream_is_closed_while_the_live_tab_is_hidden(page: Page, server: ServerProcess, url: str) -> None:
+def test_the_stream_is_closed_while_the_live_tab_is_hidden(page: Page, gate: Gate) -> None:
     started: list[str] = []
     ended: list[str] = []
     page.on("request", lambda request: started.append(request.url))
     page.on("requestfailed", lambda request: ended.append(request.url))
-    open_tab(page, url, "chat")
-    tab = open_tab(page, url, "live")
+    open_tab(page, f"{gate.url}/", "chat")
+    tab = open_tab(page, f"{gate.url}/", "live")
     expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
-    live, before = f"{url}live", n_connections(url)
+    live, before = f"{gate.url}/live", gate.n_connections
     assert (started.count(live), ended.count(live)) == (1, 0)
 
     with page.expect_event("requestfailed", lambda request: request.url == live):  # another tab of the page
         page.get_by_role("link", name="Chat").click()
-    wait_until(lambda: n_connections(url) < before)
+    wait_until(lambda: gate.n_connections < before)
     with page.expect_request(live):
         page.get_by_role("link", name="Live").click()
     with page.expect_event("requestfailed", lambda request: request.url == live):  # another tab of the browser
         page.evaluate(_HIDE, True)
-    wait_until(lambda: n_connections(url) < before)
+    wait_until(lambda: gate.n_connections < before)
     with page.expect_request(live):
         page.evaluate(_HIDE, False)
     assert (started.count(live), ended.count(live)) == (3, 2)
@@ -225,20 +210,15 @@ _HIDE = """(hidden) => {
 }"""
 
 
-def test_a_server_that_is_gone_and_comes_back(
-    page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, errors: PageErrors
-) -> None:
-    errors.allow(
-        "status of 503|ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE"
-    )
-    server = fresh_server("-m", tiny_llama)
-    tab = open_tab(page, f"{server.url}/", "live")
+def test_a_server_that_is_gone_and_comes_back(page: Page, gate: Gate, errors: PageErrors) -> None:
+    errors.allow("ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE")
+    tab = open_tab(page, f"{gate.url}/", "live")
     expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
-    server.stop()
+    gate.close()
     expect(tab.get_by_role("alert")).to_have_text(
         re.compile(r"^Lost the server\. [^.]+\. Retrying in [\d.]+ m?s\. Showing the last known state\.$")
     )
-    fresh_server("-m", tiny_llama, "--port", server.url.rsplit(":", 1)[1])
+    gate.open()
     expect(tab.get_by_role("alert")).to_have_count(0)
 
 
@@ -262,7 +242,7 @@ def test_times_of_the_charts_are_chosen_by_keyboard(page: Page, batch_server: Se
 
 def test_the_view_is_paused(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
-    streams = Streams(batch_server, max_tokens=200)
+    streams = Streams(batch_server, Streams.LONG)
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
     pause = page.get_by_role("button", name="Pause")
     pause.press("Space")
@@ -279,7 +259,7 @@ def test_a_full_tab_on_a_phone_and_in_both_themes(page: Page, batch_server: Serv
     phone(page)
     open_tab(page, f"{batch_server.url}/", "live")
     assert axe_violations(page) == []
-    streams = [Streams(batch_server, max_tokens=200) for _ in range(2)]
+    streams = [Streams(batch_server, Streams.LONG) for _ in range(2)]
     expect(rows(page)).to_have_count(16)
     expect(page.get_by_text("16 waiting")).to_be_visible()
     assert overflow(page) == []
@@ -290,20 +270,19 @@ def test_a_full_tab_on_a_phone_and_in_both_themes(page: Page, batch_server: Serv
         each.stop()
 
 
-def in_page(page: Page, url: str, module: str, function: str) -> Any:
+def in_page(modules: Page, module: str, function: str) -> Any:
     """What a JavaScript function returns for the exports of a module of the tab."""
-    page.goto(url)
-    return page.evaluate(f"import('{url}page/live/{module}').then({function})")
+    return modules.evaluate(f"import('/page/live/{module}').then({function})")
 
 
-def test_rows_of_the_table_are_kept_and_filled(page: Page, url: str) -> None:
+def test_rows_of_the_table_are_kept_and_filled(modules: Page) -> None:
     function = (
         "({placeRows}) => [placeRows([7, 8, 9], [7, 9, 10]), placeRows([7, 8, 9], [8]), placeRows([null, 8], [])]"
     )
-    assert in_page(page, url, "live_layout.js", function) == [[7, 10, 9], [None, 8], []]
+    assert in_page(modules, "live_layout.js", function) == [[7, 10, 9], [None, 8], []]
 
 
-def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
+def test_holders_of_a_segment_are_neighbours(modules: Page) -> None:
     def segment(start: int, tokens: int, *sequences: int) -> dict[str, Any]:
         cached = not sequences
         return {"start": start, "tokens": tokens, "sequences": sequences, "prefixes": int(cached), "cached": cached}
@@ -314,17 +293,17 @@ def test_holders_of_a_segment_are_neighbours(page: Page, url: str) -> None:
         const {{blocks, rows}} = layoutCells({json.dumps(segments)}, (id) => id);
         return [rows, blocks.map(({{segment, kind, row, rows}}) => [kind, segment.sequences, row, rows])];
     }}"""
-    n_rows, blocks = in_page(page, url, "live_layout.js", function)
+    n_rows, blocks = in_page(modules, "live_layout.js", function)
     assert n_rows == 4
     assert blocks[:3] == [["shared", [1, 3], 0, 2], ["own", [1], 0, 1], ["own", [3], 1, 1]]
     assert blocks[3:] == [["own", [2], 2, 1], ["cached", [], 3, 1], ["cached", [], 3, 1]]
 
 
-def test_axes_end_at_round_numbers(page: Page, url: str) -> None:
-    assert in_page(page, url, "chart.js", "(m) => [0, 0.3, 7, 20, 501].map(m.axisEnd)") == [1, 0.5, 10, 20, 1000]
+def test_axes_end_at_round_numbers(modules: Page) -> None:
+    assert in_page(modules, "chart.js", "(m) => [0, 0.3, 7, 20, 501].map(m.axisEnd)") == [1, 0.5, 10, 20, 1000]
 
 
-def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, url: str) -> None:
+def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(modules: Page) -> None:
     function = """async ({follow}) => {
         let tries = 0;
         async function* open() {
@@ -340,10 +319,10 @@ def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, ur
         return seen;
     }"""
     gone = "cannot be reached, 0"
-    assert in_page(page, url, "follow.js", function) == [1, gone, gone, 4, "wrong key, for good"]
+    assert in_page(modules, "follow.js", function) == [1, gone, gone, 4, "wrong key, for good"]
 
 
-def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> None:
+def test_a_silent_stream_is_given_up_and_opened_again(modules: Page) -> None:
     """Any data, including a comment, shows that the connection is alive."""
     function = """async ({follow}) => {
         const sleep = (ms, signal) => new Promise((done, fail) => {
@@ -370,7 +349,7 @@ def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> N
         return seen;
     }"""
     silent = "No data for 0.4 seconds. 0"
-    assert in_page(page, url, "follow.js", function) == ["event 1", "still there", silent, "event 2"]
+    assert in_page(modules, "follow.js", function) == ["event 1", "still there", silent, "event 2"]
 
 
 def test_a_server_that_stops_sending_in_the_middle_of_a_batch_is_detected(
@@ -378,7 +357,7 @@ def test_a_server_that_stops_sending_in_the_middle_of_a_batch_is_detected(
 ) -> None:
     """Its process is stopped: the connection stays open, and no data arrives."""
     tab = open_tab(page, f"{batch_server.url}/", "live")
-    streams = Streams(batch_server)
+    streams = Streams(batch_server, Streams.LONG)
     expect(rows(page)).to_have_count(16)
     pid = batch_server.process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -390,7 +369,7 @@ def test_a_server_that_stops_sending_in_the_middle_of_a_batch_is_detected(
     streams.stop()
 
 
-def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(page: Page, url: str) -> None:
+def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(modules: Page) -> None:
     example = (Path(__file__).parents[1] / "live_example.json").read_text()
     function = f"""({{LiveHistory}}) => {{
         const history = new LiveHistory();
@@ -406,7 +385,7 @@ def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(page: Page, url: str
         }}
         return [history.samples.map(({{generated}}) => generated ?? null), speeds, history.view().restarted[1]];
     }}"""
-    generated, speeds, restarted = in_page(page, url, "live_history.js", function)
+    generated, speeds, restarted = in_page(modules, "live_history.js", function)
     assert generated == [100, 200, None, 300]
     assert speeds == [None, pytest.approx(20), pytest.approx(20 / 0.95), None]
     assert restarted == pytest.approx(9.5)

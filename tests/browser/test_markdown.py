@@ -8,33 +8,18 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.hostile import MARKS, UNMARKED
-from tests.browser.page_checks import open_tab, wait_ready
+from tests.browser.page_checks import draw, open_tab
 
 
-@pytest.fixture
-def chat(page: Page, url: str) -> Page:
-    open_tab(page, url)
-    wait_ready(page)
-    return page
-
-
-DRAW = """async ([text, streaming]) => {
-  const {html, render} = await import('./page/components.js');
-  const {Markdown} = await import('./page/markdown.js');
-  window.box ??= document.body.appendChild(Object.assign(document.createElement('div'), {id: 'drawn'}));
-  render(html`<${Markdown} text=${text} streaming=${streaming} />`, window.box);
-}"""
-
-
-def test_code_has_its_colours_while_it_streams_line_by_line(chat: Page) -> None:
+def test_code_has_its_colours_while_it_streams_line_by_line(drawing: Page) -> None:
     text = "```py\ndef add(a, b):\n    return a + b\n\nclass Half"
-    chat.evaluate(DRAW, [text, True])
-    code = chat.locator("#drawn code")
+    draw(drawing, text, streaming=True)
+    code = drawing.locator("#drawn code")
     expect(code.locator(".code-kwd")).to_have_text(["def", "return"])  # not yet the line that is being written
     assert code.inner_text().endswith("class Half")
-    chat.evaluate(DRAW, [text + ":\n    pass\n", True])
+    draw(drawing, text + ":\n    pass\n", streaming=True)
     expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class"])
-    chat.evaluate(DRAW, [text + ":\n    pass\n\nimport x\n```\n\nDone.", False])
+    draw(drawing, text + ":\n    pass\n\nimport x\n```\n\nDone.")
     expect(code.locator(".code-kwd")).to_have_text(["def", "return", "class", "pass", "import"])
 
 
@@ -59,16 +44,19 @@ LANGUAGES = {
 }  # fmt: skip
 
 
-def test_code_in_more_than_fifty_languages_has_its_colours_and_each_is_loaded_when_it_is_shown(chat: Page) -> None:
+def test_code_in_more_than_fifty_languages_has_its_colours_and_each_is_loaded_when_it_is_shown(
+    page: Page, url: str
+) -> None:
     assert len(LANGUAGES) > 50
+    open_tab(page, url)
     loaded: list[str] = []
-    chat.on("request", lambda request: loaded.append(request.url.partition("/vendor/highlight/")[2]))
+    page.on("request", lambda request: loaded.append(request.url.partition("/vendor/highlight/")[2]))
     text = "\n\n".join(f"```{name}\n{code}\n```" for name, code in LANGUAGES.items())
-    chat.evaluate(DRAW, ["```sql\nSELECT 1\n```", False])
-    expect(chat.locator("#drawn .code-kwd")).to_have_text("SELECT")
+    draw(page, "```sql\nSELECT 1\n```")
+    expect(page.locator("#drawn .code-kwd")).to_have_text("SELECT")
     assert {name for name in loaded if name} == {"core.js", "sql.js"}
-    chat.evaluate(DRAW, [text, False])
-    blocks = chat.locator("#drawn .code code")
+    draw(page, text)
+    blocks = page.locator("#drawn .code code")
     expect(blocks).to_have_count(len(LANGUAGES))
     for name, block in zip(LANGUAGES, blocks.all(), strict=True):
         expect(block.locator("[class^=code-]").first, name).to_be_attached()
@@ -76,20 +64,19 @@ def test_code_in_more_than_fifty_languages_has_its_colours_and_each_is_loaded_wh
 
 
 def draw_formula(page: Page, tex: str) -> Locator:
-    page.evaluate(DRAW, [f"$${tex}$$", False])
-    formula = page.locator("#drawn .katex-html")
+    formula = draw(page, f"$${tex}$$").locator(".katex-html")
     expect(formula).to_have_count(1)
     return formula
 
 
-def test_formulas_are_mathml_and_prices_are_text(chat: Page) -> None:
+def test_formulas_are_mathml_and_prices_are_text(drawing: Page) -> None:
     text = (
         "The roots are $x_{1,2} = \\frac{-b \\pm \\sqrt{b^2 - 4ac}}{2a}$, between $5 and $6, and "
         "\\(\\alpha\\) is unknown.\n\n"
         "$$\n\\sum_{i=1}^{n} i = \\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix} \\foo\n$$\n\n`$code$` $a<b$"
     )
-    chat.evaluate(DRAW, [text, False])
-    drawn = chat.locator("#drawn")
+    draw(drawing, text)
+    drawn = drawing.locator("#drawn")
     expect(drawn.locator("math")).to_have_count(4)
     expect(drawn.locator(".katex-html")).to_have_count(4)
     shape = "(all) => all.map((one) => one.localName)"
@@ -111,22 +98,22 @@ def test_formulas_are_mathml_and_prices_are_text(chat: Page) -> None:
         (r"\lVert x \rVert", "∥x∥"), (r"90^\circ", "90∘"), (r"\unknown{x}", r"\unknownx"),
     ],
 )  # fmt: skip
-def test_a_formula_keeps_its_meaning(chat: Page, tex: str, shown: str) -> None:
-    text = draw_formula(chat, tex).inner_text()
+def test_a_formula_keeps_its_meaning(drawing: Page, tex: str, shown: str) -> None:
+    text = draw_formula(drawing, tex).inner_text()
     assert re.sub(r"[\s\u200b]", "", text) == shown
 
 
-def test_a_boxed_formula_has_a_box_and_fences_are_as_high_as_what_they_hold(chat: Page) -> None:
+def test_a_boxed_formula_has_a_box_and_fences_are_as_high_as_what_they_hold(drawing: Page) -> None:
     borders = "(one) => [...one.querySelectorAll('*')].map((each) => parseFloat(getComputedStyle(each).borderTopWidth))"
-    assert max(draw_formula(chat, r"\boxed{42}").evaluate(borders)) > 0
-    assert max(draw_formula(chat, "42").evaluate(borders)) == 0
-    assert draw_formula(chat, "(x)").locator(".delimsizing").count() == 0
+    assert max(draw_formula(drawing, r"\boxed{42}").evaluate(borders)) > 0
+    assert max(draw_formula(drawing, "42").evaluate(borders)) == 0
+    assert draw_formula(drawing, "(x)").locator(".delimsizing").count() == 0
     for tex, n_fences in (
         (r"\begin{pmatrix} 1 \\ 2 \\ 3 \end{pmatrix}", 2),
         (r"\begin{cases} 1 & \text{if } x > 0 \\ 0 & \text{else} \\ 2 & x \end{cases}", 1),
         (r"\left( \frac{\frac{a}{b}}{\frac{c}{d}} \right)", 2),
     ):
-        assert draw_formula(chat, tex).locator(".delimsizing").count() == n_fences, tex
+        assert draw_formula(drawing, tex).locator(".delimsizing").count() == n_fences, tex
 
 
 @pytest.mark.parametrize(
@@ -140,25 +127,25 @@ def test_a_boxed_formula_has_a_box_and_fences_are_as_high_as_what_they_hold(chat
         r"\begin{constructor} a \end{constructor}", r"\frac{1}{",
     ],
 )  # fmt: skip
-def test_no_formula_makes_links_html_names_or_endless_work(chat: Page, tex: str) -> None:
-    chat.evaluate(DRAW, [f"$x$\n\n$${tex}$$\n\n**after** $y$", False])
-    expect(chat.locator("#drawn p:has(strong) .katex-html")).to_have_text("y")
-    expect(chat.locator("#drawn .katex-html").first).to_have_text(
+def test_no_formula_makes_links_html_names_or_endless_work(drawing: Page, tex: str) -> None:
+    draw(drawing, f"$x$\n\n$${tex}$$\n\n**after** $y$")
+    expect(drawing.locator("#drawn p:has(strong) .katex-html")).to_have_text("y")
+    expect(drawing.locator("#drawn .katex-html").first).to_have_text(
         "x"
     )  # the formulas of a text are drawn from the last one
-    drawn = chat.locator("#drawn")
+    drawn = drawing.locator("#drawn")
     assert drawn.locator("a, img, script, [id], [href], [src], [onerror]").count() == 0
     assert drawn.locator("span").first.evaluate("(one) => one.getBoundingClientRect().height") < 500
-    assert chat.evaluate(MARKS) == UNMARKED
+    assert drawing.evaluate(MARKS) == UNMARKED
 
 
-def test_line_breaks_and_raised_text_of_html_are_drawn_and_other_html_is_text(chat: Page) -> None:
+def test_line_breaks_and_raised_text_of_html_are_drawn_and_other_html_is_text(drawing: Page) -> None:
     text = (
         "H<sub>2</sub>O, x<sup>**2**</sup>\n\n| a |\n|---|\n| one<br>two |\n\n<br>\n\n"
         "<b onclick=alert(1)>b</b> <sub>open <sup></sub>"
     )
-    chat.evaluate(DRAW, [text, False])
-    drawn = chat.locator("#drawn")
+    draw(drawing, text)
+    drawn = drawing.locator("#drawn")
     expect(drawn.locator("sub").first).to_have_text("2")
     expect(drawn.locator("sup strong")).to_have_text("2")
     expect(drawn.locator("td br")).to_have_count(1)
@@ -178,5 +165,5 @@ LATE = """async () => {
 }"""
 
 
-def test_a_part_of_the_page_that_is_loaded_just_after_its_place_was_drawn_is_shown(chat: Page) -> None:
-    assert chat.evaluate(LATE) == ["there", "there"]
+def test_a_part_of_the_page_that_is_loaded_just_after_its_place_was_drawn_is_shown(drawing: Page) -> None:
+    assert drawing.evaluate(LATE) == ["there", "there"]

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import APIResponse, Locator, Page, Route, expect
 
+from tests.browser.conftest import StartServer
 from tests.support import tiny_models
 from tests.support.server_process import ServerProcess
 
-StartServer = Callable[..., ServerProcess]
+PRESETS = "[models.tiny-one]\ntemp = 0.25\n[models.tiny-two]\ntemp = 1.25\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tiny models and a broken one."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tiny-one", "tiny-two"):
+        tiny_models.llama(folder / f"{name}.gguf")
+    tiny_models.encoder_only(folder / "tiny-vectors.gguf")
+    tiny_models.truncated(folder / "tiny-broken.gguf")
+    (folder / "models.toml").write_text(PRESETS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder_server(folder: Path, lasting_server: StartServer) -> ServerProcess:
+    flags = ("--models-dir", folder, "--models-preset", folder / "models.toml", "-np", "2", "-c", "1024")
+    return lasting_server(*flags)
 
 
 @pytest.fixture
-def several(fresh_server: StartServer, tmp_path: Path) -> ServerProcess:
-    """A server with two tiny models and a broken one."""
-    folder = tmp_path / "models"
-    folder.mkdir()
-    tiny_models.llama(folder / "tiny-one.gguf")
-    tiny_models.encoder_only(folder / "tiny-vectors.gguf")
-    tiny_models.truncated(folder / "tiny-broken.gguf")
-    return fresh_server("--models-dir", folder, "-np", "2", "-c", "1024")
+def several(folder_server: ServerProcess) -> ServerProcess:
+    """A server of `folder` with no model loaded."""
+    for model in folder_server.get("/v1/models")["data"]:
+        if model["status"]["value"] == "loaded":
+            folder_server.post("/models/unload", {"model": model["id"]})
+    return folder_server
 
 
 def row(page: Page, model: str) -> Locator:
@@ -97,10 +113,10 @@ def test_a_list_that_is_not_there_yet_has_its_place_taken(url: str, page: Page) 
     expect(page.locator(".skeleton")).to_have_count(0)
 
 
-def test_a_new_file_is_found(several: ServerProcess, page: Page, tmp_path: Path) -> None:
+def test_a_new_file_is_found(several: ServerProcess, page: Page, folder: Path) -> None:
     page.goto(f"{several.url}/#models")
     expect(row(page, "tiny-one")).to_be_visible()
-    tiny_models.llama(tmp_path / "models" / "tiny-new.gguf", seed=1)
+    tiny_models.llama(folder / "tiny-new.gguf", seed=1)
     page.get_by_role("button", name="Rescan folder").click()
     expect(row(page, "tiny-new")).to_contain_text("unloaded")
 
@@ -114,16 +130,9 @@ def test_a_server_with_one_model_shows_how_to_serve_several(url: str, page: Page
 
 
 def test_settings_show_the_defaults_of_the_model_that_is_chosen_in_the_header(
-    fresh_server: StartServer, page: Page, tmp_path: Path
+    several: ServerProcess, page: Page
 ) -> None:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    for name in ("tiny-one", "tiny-two"):
-        tiny_models.llama(folder / f"{name}.gguf")
-    (tmp_path / "models.toml").write_text("[models.tiny-one]\ntemp = 0.25\n[models.tiny-two]\ntemp = 1.25\n")
-    flags = ("--models-dir", folder, "--models-preset", tmp_path / "models.toml", "-np", "2", "-c", "512")
-    server = fresh_server(*flags)
-    page.goto(f"{server.url}/#models")
+    page.goto(f"{several.url}/#models")
     for name in ("tiny-one", "tiny-two"):
         row(page, name).get_by_role("button", name=f"Load {name}").click()
         expect(row(page, name).get_by_text("loaded", exact=True)).to_be_visible()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.scripts import script
+
+pytestmark = pytest.mark.nightly
 
 
 def test_a_tab_is_photographed_in_both_themes(default_model: Path, tmp_path: Path) -> None:

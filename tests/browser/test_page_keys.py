@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, Request, expect
 
-from tests.browser.conftest import PageErrors
+from tests.browser.conftest import PageErrors, StartServer
 from tests.browser.page_checks import TABS, axe_violations, open_tab, overflow, phone, wait_ready
 from tests.support.server_process import ServerProcess
 
@@ -16,10 +15,8 @@ KEY = "sk-right-key"
 
 
 @pytest.fixture(scope="module")
-def keyed_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    data = tmp_path_factory.mktemp("keyed-data")
-    with ServerProcess("-m", tiny_llama, "-np", "2", "-c", "512", "--api-key", KEY, "--data-dir", data) as process:
-        yield process.wait_ready()
+def keyed_server(tiny_llama: Path, lasting_server: StartServer) -> ServerProcess:
+    return lasting_server("-m", tiny_llama, "-np", "2", "-c", "512", "--api-key", KEY)
 
 
 @pytest.fixture

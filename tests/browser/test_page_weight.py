@@ -47,7 +47,7 @@ def test_all_tabs_load_only_from_this_server_and_less_than_305_kb(page: Page, se
     expect(page.locator("main > section.chat textarea")).to_be_enabled()
     assert len(responses) <= MAX_FIRST, "until the first tab takes input"
     expect(page.get_by_role("group", name="Example prompts")).to_be_visible()
-    page.wait_for_timeout(1000)  # what is loaded after the first view
+    page.wait_for_load_state("networkidle")  # what is loaded after the first view
     assert (
         sum(response.request.sizes()["responseBodySize"] for response in responses if is_page(response.url))
         <= MAX_FIRST_VISIT
@@ -73,7 +73,7 @@ def test_libraries_for_formulas_and_code_are_loaded_when_an_answer_has_them(page
     page.on("request", lambda request: loaded.append(request.url.partition("/page/")[2]))
     open_tab(page, url)
     wait_ready(page)
-    page.wait_for_timeout(1000)  # what is loaded after the first view
+    expect(page.get_by_role("group", name="Example prompts")).to_be_visible()  # the last part
     for tab in TABS:
         open_tab(page, url, tab)
     assert "markdown.js" in loaded

@@ -111,10 +111,9 @@ def test_a_cell_that_fails_shows_the_reason_and_the_others_continue(tab: Page) -
 
 
 def test_a_request_that_the_server_refuses_as_a_whole_is_shown_once(
-    page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, errors: PageErrors
+    page: Page, small_server: ServerProcess, errors: PageErrors
 ) -> None:
-    own = fresh_server("-m", tiny_llama, "--max-prompts-per-batch", "3")
-    open_tab(page, f"{own.url}/", "playground")
+    open_tab(page, f"{small_server.url}/", "playground")
     errors.allow("status of 400")
     fill(page, "x", "0..1 x 4")
     run(page)

@@ -6,14 +6,14 @@ import re
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, Route, expect
 from server_process import free_port
 
-from tests.browser.conftest import PageErrors
+from tests.browser.conftest import PageErrors, StartServer
+from tests.browser.gate import Gate
 from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.support.batch_files import wait_until
 from tests.support.server_process import ServerProcess, answers
@@ -24,7 +24,7 @@ def health(page: Page, text: str) -> None:
 
 
 def test_the_page_shows_that_the_model_loads_and_continues_by_itself(
-    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
+    page: Page, errors: PageErrors, fresh_server: StartServer, tiny_llama: Path
 ) -> None:
     errors.allow("status of 503")
     port = free_port()
@@ -43,7 +43,7 @@ def test_the_page_shows_that_the_model_loads_and_continues_by_itself(
 
 
 def test_the_page_says_that_the_server_is_gone_and_continues_when_it_is_back(
-    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
+    page: Page, errors: PageErrors, fresh_server: StartServer, tiny_llama: Path
 ) -> None:
     errors.allow("net::ERR_")
     errors.allow("status of 503")
@@ -89,30 +89,25 @@ def test_a_reload_in_the_middle_of_a_stream_ends_the_request_and_keeps_the_conve
 
 
 def test_a_stream_cut_off_by_the_end_of_the_server_says_so_and_can_be_retried(
-    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], default_model: Path
+    page: Page, errors: PageErrors, gate: Gate
 ) -> None:
-    errors.allow("net::ERR_|status of 503")
-    port = free_port()
-    flags = ("-m", default_model, "-np", "4", "-c", "4096", "--port", port)
-    first = fresh_server(*flags)
-    open_tab(page, f"{first.url}/", "chat")
+    errors.allow("net::ERR_")
+    open_tab(page, f"{gate.url}/", "chat")
     wait_ready(page)
     send(page, LONG)
     answer = page.get_by_role("article", name="Assistant").last
     expect(answer).to_contain_text(re.compile(r"\w+ \w+ \w+ \w+"))
-    first.stop()
+    gate.close()
     expect(answer.get_by_role("alert")).to_be_visible()
     health(page, "unreachable")
-    fresh_server(*flags)
+    gate.open()
     health(page, "ready")
     answer.get_by_role("button", name="Try again").click()
     expect(page.get_by_role("article", name="Assistant").last.get_by_role("alert")).to_have_count(0)
     expect(page.get_by_role("article", name="Assistant").last).to_contain_text(re.compile(r"\w+ \w+"))
 
 
-def test_a_server_without_the_page_has_its_api_alone(
-    fresh_server: Callable[..., ServerProcess], tiny_llama: Path
-) -> None:
+def test_a_server_without_the_page_has_its_api_alone(fresh_server: StartServer, tiny_llama: Path) -> None:
     server = fresh_server("-m", tiny_llama, "-np", "2", "-c", "512", "--no-webui")
     assert server.get("/v1/models")["data"]
     with urllib.request.urlopen(server.url, timeout=10) as answer:  # Ollama's clients ask whether a server is there
@@ -123,20 +118,16 @@ def test_a_server_without_the_page_has_its_api_alone(
 
 
 def test_a_tab_first_opened_while_the_server_is_down_appears_when_it_is_back(
-    page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
+    page: Page, errors: PageErrors, gate: Gate
 ) -> None:
     errors.allow("net::ERR_")
-    errors.allow("status of 503")
-    port = free_port()
-    flags = ("-m", tiny_llama, "-np", "2", "-c", "512", "--port", port)
-    server = fresh_server(*flags)
-    open_tab(page, f"http://127.0.0.1:{port}/")
+    open_tab(page, f"{gate.url}/")
     wait_ready(page)
-    server.stop()
+    gate.close()
     health(page, "server unreachable")
     page.get_by_role("link", name="Jobs").click()
     expect(page.get_by_text("This part of the page could not be loaded")).to_be_visible()
-    fresh_server(*flags)
+    gate.open()
     expect(page.get_by_label("Drop prompt files")).to_be_visible(timeout=60_000)
 
 

@@ -6,7 +6,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -202,11 +203,10 @@ def slow_texts(config: EngineConfig, progress: Progress) -> Runtime:
     return _with_vocab(runtime, _SlowVocab(runtime.vocab, lambda text: len(text) > 10_000, 0.5))
 
 
-def slow_to_start(config: EngineConfig, progress: Progress) -> Runtime:
-    """The first step takes half a second."""
+def _waiting(config: EngineConfig, progress: Progress, waits: Iterator[float]) -> Runtime:
+    """The steps take these seconds longer."""
     runtime = load_runtime(config, progress)
     context: Any = _Wrapped(runtime.context)
-    waits = iter([0.5])
 
     def decode(batch: Batch) -> None:
         time.sleep(next(waits, 0))
@@ -214,6 +214,16 @@ def slow_to_start(config: EngineConfig, progress: Progress) -> Runtime:
 
     context.decode = decode
     return _with_context(runtime, context)
+
+
+def slow_to_start(config: EngineConfig, progress: Progress) -> Runtime:
+    """The first step takes half a second."""
+    return _waiting(config, progress, iter([0.5]))
+
+
+def paced(config: EngineConfig, progress: Progress) -> Runtime:
+    """Up to 100 steps a second, however fast the machine."""
+    return _waiting(config, progress, repeat(0.01))
 
 
 def slow_to_switch(config: EngineConfig, progress: Progress) -> Runtime:

@@ -26,12 +26,18 @@ class ServerProcess(BlockingClient):
     """`cppbatch serve` with these arguments. `wait_ready` returns once it prints its address.
 
     `in_group`: its processes are a group of their own, which `kill_group` ends. `python`: the interpreter that has
-    cppbatch, if it is not the one of the test.
+    cppbatch, if it is not the one of the test. `module`: its program, such as `tests.support.paced_server`.
     """
 
-    def __init__(self, *args: str | Path, in_group: bool = False, python: str | Path = sys.executable) -> None:
+    def __init__(
+        self,
+        *args: str | Path,
+        in_group: bool = False,
+        python: str | Path = sys.executable,
+        module: str = "cppbatch",
+    ) -> None:
         self.process = subprocess.Popen(
-            [str(python), "-m", "cppbatch", "serve", "--port", "0", *map(str, args)],
+            [str(python), "-m", module, "serve", "--port", "0", *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -38,6 +38,17 @@ def llama(path: PathLike, **kwargs: Any) -> Path:
     return write_llama(path, **kwargs)
 
 
+def writing(path: PathLike, pieces: Sequence[str], **kwargs: Any) -> Path:
+    """A plain transformer that reads any text, writes these pieces and nothing else, and never ends by itself."""
+    read, user_defined = byte_vocab(), gguf.TokenType.USER_DEFINED
+    vocab = GgufVocab(
+        pieces=[*read.pieces, *pieces],
+        scores=[*read.scores, *[-1e6] * len(pieces)],
+        types=[*read.types, *[user_defined] * len(pieces)],
+    )
+    return llama(path, vocab=vocab, silent=[each for each in gguf.TokenType if each != user_defined], **kwargs)
+
+
 def patched(path: PathLike, key: str, value: float) -> Path:
     """A plain transformer with another value of `llama.{key}` in its metadata."""
     written = llama(path)
