@@ -64,6 +64,7 @@ class LocalEngine(EngineClient):
         self._numbers = map(str, itertools.count())
         self._by_id: dict[str, _LocalRequest] = {}
         self._empty_since = monotonic()
+        self._info: ModelInfo | None = None
         self._thread = _EngineThread(self.config, runtime, self._own_loop.loop)
 
     def __del__(self) -> None:
@@ -87,8 +88,10 @@ class LocalEngine(EngineClient):
 
     @property
     def info(self) -> ModelInfo:
-        """The loaded model. Raises `EngineClosed` before it is loaded."""
-        return self._loaded_engine.runtime.info
+        """The loaded model, also while it closes. Raises `EngineClosed` before it is loaded."""
+        if self._info is None:
+            self._info = self._loaded_engine.runtime.info
+        return self._info
 
     def health(self) -> Health:
         """The current state of the engine."""
