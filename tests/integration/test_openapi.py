@@ -46,8 +46,8 @@ SAME_FIELDS = [
     "/v1/completions", "/generate", "/generate/batch", "/infill", "/apply-template", "/v1/messages/count_tokens",
     "/v1/chat/completions/input_tokens", "/v1/responses/input_tokens",
 ]  # fmt: skip
-"""Routes whose requests have the fields of others, some 400 values each: they are tried out every night, as are all fields
-of the other routes that an earlier one has."""
+"""Routes whose requests have the fields of others, some 400 values each: they are tried out every night, as are all
+fields of the other routes that an earlier one has."""
 
 GOOD: Json = {
     "prompt": "abc", "input": "abc", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4,
@@ -147,7 +147,7 @@ def test_answers_are_as_documented(case: Case, server: AppThread) -> None:
     check(case, server)
 
 
-# Each value that an option may have, with its bounds: some 400 requests for 90 fields. The long test has wrong ones too.
+# Each value that an option may have, with its bounds: 400 requests for 90 fields. The long test has wrong ones too.
 @EACH_FIELD_ONCE.include(method="POST").exclude(path=SAME_FIELDS).parametrize()
 @settings(max_examples=2, **EXAMPLES)
 def test_answers_to_a_good_prompt_with_any_options_are_as_documented(case: Case, server: AppThread) -> None:
@@ -158,7 +158,7 @@ def test_answers_to_a_good_prompt_with_any_options_are_as_documented(case: Case,
 @pytest.mark.nightly
 @TAME_AND_VALID.include(method="POST").parametrize()
 @settings(max_examples=2, **EXAMPLES)
-def test_answers_of_each_route_to_a_good_prompt_with_any_options_are_as_documented(case: Case, server: AppThread) -> None:
+def test_answers_of_each_route_to_any_of_its_options_are_as_documented(case: Case, server: AppThread) -> None:
     tame(case)
     check(case, server)
 
