@@ -58,11 +58,16 @@ _NO_FLASH = re.compile(r"Flash Attention not supported, set to disabled")
 def main() -> None:
     """Reads a list of `EngineConfig` from stdin and writes a `MemoryEstimate` to stdout."""
     configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(estimate(configs)))
+
+
+def estimate(configs: list[EngineConfig]) -> MemoryEstimate:
+    """The footprints of engines with these settings, and the devices."""
     connections = connect(configs)
     found = devices(configs[0])  # before models are loaded
     answer = MemoryEstimate(list(footprints(configs)), found)
     connections.close()
-    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
+    return answer
 
 
 def connect(configs: list[EngineConfig]) -> RpcConnections:

@@ -16,6 +16,7 @@ from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
 from cppbatch.engine import runtime
 from cppbatch.models import kernels
+from cppbatch.sizing import estimate, estimate_child
 from tests.support.app_thread import AppThread
 from tests.support.batch_files import client_of
 from tests.support.fixtures import engine_of
@@ -65,11 +66,14 @@ def own_format(server: ChatServer) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def untried_files() -> Iterator[None]:
-    """Neither valid models (test_load_check.py) nor sampling (test_device_sampling.py) are tried in child processes."""
+def no_trials() -> Iterator[None]:
+    """Neither valid models and projectors (test_load_check.py) nor sampling (test_device_sampling.py) are tried in
+    child processes, and memory is estimated in this process (test_memory_command.py starts one)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "check_loads", lambda config, **_: None)
+        patch.setattr(runtime, "check_projector", lambda path, model_path: None)
         patch.setattr(runtime, "find_sampling_crash", lambda *_, **__: None)
+        patch.setattr(estimate, "_ask", estimate_child.estimate)
         yield
 
 

@@ -19,6 +19,8 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest
+from cppbatch.llama import attention_child
+from cppbatch.llama.attention_child import measure
 from cppbatch.models import attention_times as module
 from cppbatch.models.attention_times import (
     Attention,
@@ -42,14 +44,14 @@ SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder for measurements."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(attention_child, "_MAX_SECONDS", 0.0)  # the fewest rounds
     monkeypatch.setattr(quality, "english_text", lambda: "The north wind and the sun. " * 40)
     return tmp_path / "cache"
 
 
 @pytest.mark.parametrize(("layout", "n_parallel"), [("per-sequence", 2), ("unified", 1), ("unified", 3)])
 def test_every_kind_that_llama_cpp_can_compute_is_timed(layout: str, n_parallel: int) -> None:
-    times = attention_times(AttentionTask(SMALL, layout, n_parallel, 512))  # type: ignore[arg-type]
-    assert times
+    times = measure(AttentionTask(SMALL, layout, n_parallel, 512))  # type: ignore[arg-type]
     kinds = {"f16", "bf16", "q8_0"}
     expected = {f"on {k} {v}" for k in kinds for v in kinds} | {f"off {k} {v}" for k in kinds for v in kinds - {"q8_0"}}
     assert times.decode.keys() == times.prefill.keys() == expected | {"off f32 f32"}
@@ -59,8 +61,7 @@ def test_every_kind_that_llama_cpp_can_compute_is_timed(layout: str, n_parallel:
 
 
 def test_heads_that_do_not_fill_a_block_have_no_quantised_cells() -> None:
-    times = attention_times(AttentionTask(replace(SMALL, head_k=48), "per-sequence", 2, 512))
-    assert times
+    times = measure(AttentionTask(replace(SMALL, head_k=48), "per-sequence", 2, 512))
     assert "on q8_0 f16" not in times.decode
     assert "on f16 q8_0" in times.decode
 
@@ -192,11 +193,11 @@ def test_llama_cpp_decides_on_a_gpu_and_deterministic_keeps_its_cache(
 @pytest.mark.parametrize("types", [("q8_0", "bf16"), ("bf16", "bf16"), ("q8_0", "f16")])
 def test_an_engine_computes_with_what_was_chosen_in_both_layouts(config: EngineConfig, types: tuple[str, str]) -> None:
     k, v = types
-    chosen = replace(config, cache_type_k=k, cache_type_v=v, stream_flash_attn="off", n_ctx=1024)
+    chosen = replace(config, cache_type_k=k, cache_type_v=v, stream_flash_attn="off", n_ctx=512)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with BatchInferenceEngine(chosen) as engine:
         short = engine.generate([[5, 6, 7]], params)[0].tokens
-        engine.generate([[5 + i % 200 for i in range(700)]], params)  # longer than a stream: the layout changes
+        engine.generate([[5 + i % 200 for i in range(350)]], params)  # longer than a stream: the layout changes
         assert engine.stats().kv_layout == "unified"
         assert len(short) == 8
 

@@ -45,7 +45,7 @@ from tests.support.batch_files import (
     wait_until,
 )
 
-LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 
 Start = Callable[..., AppThread]
 

@@ -51,6 +51,13 @@ def test_beside_busy_cores_an_engine_uses_one_thread_also_with_a_number_of_its_o
         wait_until(lambda: threads.now() == 1)
 
 
+@pytest.fixture
+def no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Doctor has no model whose kernels it would time."""
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_models")
 def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_command, "_WATCH_S", 0.4)
     with busy(len(usable_cpus())) as pids:
@@ -65,6 +72,7 @@ def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.Monk
     assert "stop them" in line
 
 
+@pytest.mark.usefixtures("no_models")
 def test_doctor_does_not_mention_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = resource_usage.OtherPrograms(0.1, [])
     monkeypatch.setattr(resource_usage, "watch_other_programs", lambda seconds: quiet)

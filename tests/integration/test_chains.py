@@ -93,7 +93,7 @@ def close(sequences: list[Seq]) -> None:
             sequence.sampler.close()
 
 
-def counts_of(sampler: Sampler, row: Row, n: int = 2500, **fields: Any) -> Counts:
+def counts_of(sampler: Sampler, row: Row, n: int = 1000, **fields: Any) -> Counts:
     """How often each token is the first one of n requests with different seeds."""
     params = SamplingParams(**{**OFF, **fields})
     seeds = np.random.default_rng(1).integers(2**63, size=n).tolist()

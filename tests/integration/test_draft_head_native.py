@@ -181,7 +181,7 @@ def test_the_text_is_that_of_the_model_alone(
 def test_sequences_that_lose_their_cells_keep_their_texts(
     models: dict[str, Path], kind: str, swap_space: int, eager: None, open_engine: OpenEngine
 ) -> None:
-    params = SamplingParams(temperature=0.8, seed=7, max_tokens=100, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=50, ignore_eos=True)
     expected, _ = texts(models[kind], params, spec="off")
     engine = open_engine(
         models[kind], **{**SETTINGS, "n_ctx": 256}, kv_layout="unified", spec="mtp", swap_space=swap_space

@@ -259,24 +259,24 @@ def talkative(open_engine: OpenEngine, tmp_path: Path) -> BatchInferenceEngine:
 
 @pytest.fixture
 def hot() -> list[dict[str, Any]]:
-    sampling: dict[str, Any] = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 120}
-    return [{**sampling, "seed": seed} for seed in range(32)]
+    sampling: dict[str, Any] = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 60}
+    return [{**sampling, "seed": seed} for seed in range(16)]
 
 
 def test_a_model_may_end_its_text_itself(talkative: BatchInferenceEngine, hot: list[dict[str, Any]]) -> None:
-    results = talkative.generate(["Hello"] * 32, [SamplingParams(**its) for its in hot])
+    results = talkative.generate(["Hello"] * 16, [SamplingParams(**its) for its in hot])
     ended = [result for result in results if result.finish_reason is FinishReason.STOP]
     assert ended
-    assert all(len(result.tokens) < 120 for result in ended)
+    assert all(len(result.tokens) < 60 for result in ended)
 
 
 def test_with_ignore_eos_no_text_ends_early(talkative: BatchInferenceEngine, hot: list[dict[str, Any]]) -> None:
-    results = talkative.generate(["Hello"] * 32, [SamplingParams(**its, ignore_eos=True) for its in hot])
-    assert [(result.finish_reason, len(result.tokens)) for result in results] == [(FinishReason.LENGTH, 120)] * 32
+    results = talkative.generate(["Hello"] * 16, [SamplingParams(**its, ignore_eos=True) for its in hot])
+    assert [(result.finish_reason, len(result.tokens)) for result in results] == [(FinishReason.LENGTH, 60)] * 16
 
 
 def test_with_min_tokens_no_text_ends_before(talkative: BatchInferenceEngine, hot: list[dict[str, Any]]) -> None:
-    results = talkative.generate(["Hello"] * 32, [SamplingParams(**its, min_tokens=20) for its in hot])
+    results = talkative.generate(["Hello"] * 16, [SamplingParams(**its, min_tokens=20) for its in hot])
     assert all(len(result.tokens) >= 20 for result in results)
     assert any(result.finish_reason is FinishReason.STOP for result in results)
 

@@ -15,7 +15,7 @@ from cppbatch.engine.load_check import check_loads
 from cppbatch.errors import ModelError
 from cppbatch.llama import selfcheck
 from cppbatch.llama.selfcheck import Failure
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_projectors
 from tests.support.lora_files import write_lora
 from tests.support.mutated_files import retyped, without_numbers
 
@@ -115,3 +115,9 @@ def test_an_adapter_is_tried_with_its_model_and_a_worker_tries_only_that(
 def test_every_kind_of_model_passes(kind: str, request: pytest.FixtureRequest) -> None:
     command = load_check.load_command([str(request.getfixturevalue(f"tiny_{kind}"))])
     subprocess.run(command, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("kind", ["vision", "audio"])
+def test_every_kind_of_projector_passes(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
+    projector = getattr(tiny_projectors, kind)(tmp_path / "projector.gguf")
+    subprocess.run(load_check.projector_command(str(projector), str(tiny_llama)), check=True, timeout=60)

@@ -65,8 +65,11 @@ ABOUT = ("/props", "/slots", "/lora-adapters", "/tokenizer_info")
 class FolderCatalog:
     """The models of a folder. `changes`: fields of the specs by model."""
 
-    def __init__(self, folder: Path, settings: ServerSettings, default: str | None, **changes: Json) -> None:
+    def __init__(
+        self, folder: Path, settings: ServerSettings, default: str | None, deployment: Deployment, **changes: Json
+    ) -> None:
         self.folder, self.settings, self.default, self.changes = folder, settings, default, changes
+        self.deployment = deployment
 
     def read(self) -> CatalogContent:
         return CatalogContent([self._spec(path) for path in models_in(self.folder)], self.default)
@@ -82,6 +85,7 @@ class FolderCatalog:
             config=EngineConfig(str(path), n_ctx=1024, n_parallel=2, n_threads=1),
             given=frozenset({"n_ctx", "n_parallel", "n_threads"}),
             file_version=(status.st_mtime_ns, status.st_size),
+            deployment=self.deployment,
             **fields,
         )
 
@@ -107,11 +111,15 @@ async def serve(
     memory: int | None = None,
     catalog: Catalog | None = None,
     accepts_models: bool = False,
+    in_process: bool = True,
+    memory_check: bool = False,
     **options: Any,
 ) -> AsyncIterator[Http]:
-    shared = ServerSettings(**(settings or {}))
-    of_folder = catalog or FolderCatalog(folder, shared, default, **(changes or {}))
-    loader = MemoryPlanLoader(use_profiles=False, budget=memory)
+    """A server of these models. `in_process`: no worker processes, except those of `catalog`. `memory_check`: child
+    processes estimate what the models need."""
+    shared, deployment = ServerSettings(**(settings or {})), Deployment(in_process=in_process)
+    of_folder = catalog or FolderCatalog(folder, shared, default, deployment, **(changes or {}))
+    loader = MemoryPlanLoader(use_profiles=False, memory_check=memory_check, budget=memory)
     models = ManyModels(of_folder, shared, loader, folder=folder if accepts_models else None, **options)
     try:
         app = create_app(models, storage=open_storage(data, URLS) if data else None)
@@ -146,7 +154,7 @@ async def metrics(http: Http) -> dict[tuple[str, ...], float]:
 
 
 async def test_every_api_answers_with_the_model_that_the_request_names(folder: Path) -> None:
-    async with serve(folder) as http:
+    async with serve(folder, in_process=False, memory_check=True) as http:
         for name in ("two", "one"):
             for path, body in GENERATING.items():
                 status, answer = await post(http, path, {**body, "model": name})
@@ -246,7 +254,7 @@ async def next_worker() -> psutil.Process:
 @pytest.mark.parametrize("how", ["the client leaves", "unload"])
 async def test_a_load_that_hangs_is_stopped_and_other_models_are_served(folder: Path, how: str) -> None:
     body = {"prompt": "a", "max_tokens": 1}
-    async with serve(folder) as http:
+    async with serve(folder, in_process=False) as http:
         starting = asyncio.create_task(next_worker())
         client = asyncio.create_task(post(http, "/v1/completions", {**body, "model": "one"}))
         worker = await asyncio.wait_for(starting, 30)
@@ -271,7 +279,7 @@ async def test_a_load_that_hangs_is_stopped_and_other_models_are_served(folder: 
 async def test_a_stream_sends_headers_and_pings_while_its_model_loads(folder: Path, path: str, loads: bool) -> None:
     """A large model takes longer to load than proxies wait. A load that fails then ends the stream with an error."""
     body = {**GENERATING[path], "model": "one", "stream": True, "sse_ping_interval": 1}
-    async with serve(folder) as http:
+    async with serve(folder, in_process=False) as http:
         starting = asyncio.create_task(next_worker())
         async with http.post(path, json=body) as answer:
             worker = await asyncio.wait_for(starting, 30)
@@ -541,15 +549,15 @@ async def test_lines_of_a_batch_wait_while_their_model_cannot_be_loaded(
 
 
 async def test_memory_decides_how_many_models_are_loaded(folder: Path) -> None:
-    async with serve(folder) as http:
+    async with serve(folder, memory_check=True) as http:
         body = {"prompt": "a", "max_tokens": 1}
         assert (await post(http, "/v1/completions", {**body, "model": "one"}))[0] == 200
         need = needs(http, "one")
-    async with serve(folder, memory=int(1.5 * need)) as http:
+    async with serve(folder, memory=int(1.5 * need), memory_check=True) as http:
         for name in ("one", "two"):
             assert (await post(http, "/v1/completions", {**body, "model": name}))[0] == 200
         assert await states(http) == {"one": "unloaded", "two": "loaded", "vectors": "unloaded"}
-    async with serve(folder, memory=need // 2) as http:
+    async with serve(folder, memory=need // 2, memory_check=True) as http:
         status, answer = await post(http, "/v1/completions", {**body, "model": "one"})
         assert (status, answer["error"]["code"]) == (503, "model_load_failed")
         assert "--models-memory" in answer["error"]["message"]

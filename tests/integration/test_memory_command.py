@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cppbatch.cli.main import cli
+from cppbatch.config import EngineConfig
+from cppbatch.models import attention_times
+from cppbatch.sizing import estimate, estimate_child
 
 
 def run(*arguments: str | Path) -> Result:
@@ -21,6 +24,14 @@ def cells_mib(model: Path, folder: Path, *arguments: str) -> float:
     assert result.exit_code == 0, result.output
     rows = msgspec.json.decode(file.read_bytes())["rows"]
     return float(sum(row["predicted_mib"] for row in rows if row["kind"] == "cells"))
+
+
+ASK_CHILD = estimate._ask  # before `no_trials`
+
+
+def test_a_child_process_estimates_what_this_one_does(tiny_llama: Path) -> None:
+    configs = [EngineConfig(str(tiny_llama), n_ctx=n_ctx) for n_ctx in (256, 512)]
+    assert ASK_CHILD(configs) == estimate_child.estimate(configs)
 
 
 def test_seq_len_replaces_the_number_of_cells(tiny_llama: Path, tmp_path: Path) -> None:
@@ -87,7 +98,8 @@ def test_duplicate_flags_are_refused(arguments: list[str], message: str, tiny_ll
     assert message in result.output + str(result.exception)
 
 
-def test_shape_replaces_a_file(tmp_path: Path) -> None:
+def test_shape_replaces_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_times, "child_command", lambda: ["false"])  # attention is not timed
     file = tmp_path / "memory.json"
     small = ("--type", "Q8_0", "-np", "2", "--seq-len", "256", "--json", file)
     assert run("memory", "--shape", "1B", *small).exit_code in (0, 1)

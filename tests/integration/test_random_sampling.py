@@ -40,7 +40,7 @@ def drawn_by_llama(row: Row, filters: Filters, n: int, seed: int = 1) -> Counts:
         return np.bincount([chain.sample(row, seed) for seed in seeds], minlength=len(row))
 
 
-@cases(ring=5_000, soak=20_000)
+@cases(ring=2_000, nightly=5_000, soak=20_000)
 @pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
 def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters, n_cases: int) -> None:
     row = logits(250)
@@ -48,7 +48,7 @@ def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters, n
     assert_drawn_from(drawn_by_llama(row, filters, n_cases), exact(row, filters))
 
 
-@cases(ring=5_000, soak=20_000)
+@cases(ring=2_000, nightly=5_000, soak=20_000)
 def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp(n_cases: int) -> None:
     row, filters = logits(700, 1.0), Filters(600, 0.95, 0.0, 1.3)
     assert_drawn_from(drawn(row, filters, keys(n_cases)), exact(row, filters))
@@ -67,7 +67,7 @@ def test_a_chain_of_llama_cpp_leaves_that_distribution(filters: Filters) -> None
     assert token in left["id"]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 12))])
 def test_every_token_that_llama_cpp_can_draw_comes_and_no_other(seed: int) -> None:
     rng = np.random.default_rng(seed)
     row = logits(120, float(rng.uniform(0.5, 4)), seed)

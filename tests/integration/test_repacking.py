@@ -16,7 +16,7 @@ from cppbatch.cli.doctor_command import doctor
 from cppbatch.engine.runtime import load_model
 from cppbatch.llama import Backend, Batch, Context, Model
 from cppbatch.llama.kernels_child import encode
-from cppbatch.models import kernels
+from cppbatch.models import attention_times, kernels
 from cppbatch.models.kernels import Measured
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from cppbatch.sizing import estimate_child
@@ -106,6 +106,7 @@ def test_doctor_reports_that_weights_are_not_repacked(
     q4_k: Path, faster_plain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CPPBATCH_MODELS", str(q4_k.parent))
+    monkeypatch.setattr(attention_times, "child_command", lambda: ["false"])  # attention is not timed
     result = CliRunner().invoke(doctor)
     assert "weights are not repacked: matrix products of 16 sequences" in result.output
     assert result.exit_code == 0
