@@ -14,9 +14,11 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
+from cppbatch.config import EngineConfig
 from cppbatch.engine import runtime
 from cppbatch.models import kernels
 from cppbatch.sizing import estimate, estimate_child
+from cppbatch.sizing.estimate import MemoryEstimate
 from tests.support.app_thread import AppThread
 from tests.support.batch_files import client_of
 from tests.support.fixtures import engine_of
@@ -75,6 +77,16 @@ def no_trials() -> Iterator[None]:
         patch.setattr(runtime, "find_sampling_crash", lambda *_, **__: None)
         patch.setattr(estimate, "_ask", estimate_child.estimate)
         yield
+
+
+_ASK_CHILD = estimate._ask
+
+
+@pytest.fixture
+def ask_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[EngineConfig]], MemoryEstimate]:
+    """Memory is estimated in a child process again, as by this function."""
+    monkeypatch.setattr(estimate, "_ask", _ASK_CHILD)
+    return _ASK_CHILD
 
 
 @pytest.fixture

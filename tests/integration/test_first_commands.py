@@ -368,6 +368,7 @@ def test_json_of_a_schema_is_compact_in_batch_unless_it_is_not_to_be(
     ],
     ids=lambda arguments: arguments[0],
 )
+@pytest.mark.usefixtures("untimed_kernels")
 def test_a_home_that_cannot_be_read_has_no_files(
     run: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
@@ -483,6 +484,7 @@ def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_l
     assert "\nfirst failure: line 2: temprature: is an unknown field; did you mean temperature?\n" in err
 
 
+@pytest.mark.nightly
 def test_setting_up_leaves_the_folder_that_a_linked_environment_leads_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

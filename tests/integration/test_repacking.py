@@ -102,6 +102,7 @@ def test_memory_is_predicted_for_the_weights_that_are_loaded(q4_k: Path, faster_
     assert few == on
 
 
+@pytest.mark.usefixtures("untimed_kernels")
 def test_doctor_reports_that_weights_are_not_repacked(
     q4_k: Path, faster_plain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ async def test_deterministic_is_refused(split: dict[str, Any], tiny_llama: Path)
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("ask_child")
 def test_memory_shows_what_goes_where(split: dict[str, Any], tiny_llama: Path, run: Callable[..., Any]) -> None:
     code, out, error = run("memory", "-m", tiny_llama, "-c", "1024", "--rpc", ",".join(split["rpc"]), "-ts", "1,1")
     assert code == 0, error
