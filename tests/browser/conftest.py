@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,10 @@ class PageErrors:
     @property
     def unexpected(self) -> list[str]:
         return [error for error in self._found if not any(pattern.search(error) for pattern in self._allowed)]
+
+    def forget(self) -> None:
+        """Those so far are not of this test."""
+        self._found.clear()
 
     def watch(self, context: BrowserContext) -> None:
         """Listens to all pages of a browser context."""
@@ -124,30 +129,34 @@ def hostile_server(tmp_path_factory: pytest.TempPathFactory, lasting_server: Sta
 
 
 @pytest.fixture
-def gate(server: ServerProcess) -> Iterator[Gate]:
-    """An address of `server` that can be closed."""
-    gate = Gate(server.url)
-    yield gate
-    gate.close()
+def afterwards() -> Iterator[contextlib.ExitStack]:
+    """Ends what the test's pages need, after them."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
-def fresh_server(tmp_path: Path) -> Iterator[StartServer]:
+def gate(server: ServerProcess, afterwards: contextlib.ExitStack) -> Gate:
+    """An address of `server` that can be closed."""
+    gate = Gate(server.url)
+    afterwards.callback(gate.close)
+    return gate
+
+
+@pytest.fixture
+def fresh_server(tmp_path: Path, afterwards: contextlib.ExitStack) -> StartServer:
     """Starts a server with these flags and a separate data folder, and ends it after the test.
 
     `ready=False`: does not wait for it. Name the model with -m: `page_model`, or another tiny one.
     """
-    with contextlib.ExitStack() as stack:
-        count = 0
+    numbers = itertools.count(1)
 
-        def start(*flags: str | Path, ready: bool = True, module: str = PACED) -> ServerProcess:
-            nonlocal count
-            count += 1
-            data = tmp_path / f"data-{count}"
-            process = stack.enter_context(ServerProcess("--data-dir", data, *flags, module=module))
-            return process.wait_ready() if ready else process
+    def start(*flags: str | Path, ready: bool = True, module: str = PACED) -> ServerProcess:
+        data = tmp_path / f"data-{next(numbers)}"
+        process = afterwards.enter_context(ServerProcess("--data-dir", data, *flags, module=module))
+        return process.wait_ready() if ready else process
 
-        yield start
+    return start
 
 
 @pytest.fixture(scope="session")
@@ -180,11 +189,10 @@ def make_context(chromium: Browser, errors: PageErrors, **options: object) -> Br
 
 
 @pytest.fixture
-def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> Iterator[Callable[..., BrowserContext]]:
-    """Makes browser contexts (each with its own storage, cache and settings) that are watched for errors.
-
-    They are closed before the servers of `fresh_server` end.
-    """
+def new_context(
+    chromium: Browser, errors: PageErrors, afterwards: contextlib.ExitStack
+) -> Iterator[Callable[..., BrowserContext]]:
+    """Makes browser contexts (each with its own storage, cache and settings) that are watched for errors."""
     with contextlib.ExitStack() as stack:
 
         def new_context(**options: object) -> BrowserContext:
@@ -228,6 +236,7 @@ def lasting_pages(chromium: Browser, server: ServerProcess) -> Iterator[Callable
 def drawing(lasting_pages: Callable[[str], LastingPage]) -> Iterator[Page]:
     """A page for tests that only draw texts in it (`page_checks.draw`)."""
     page, errors = lasting_pages("/")
+    errors.forget()
     yield page
     page.evaluate("window.box?.remove(); window.box = undefined")
     assert not errors.unexpected, "\n".join(errors.unexpected)
@@ -238,5 +247,6 @@ def modules(lasting_pages: Callable[[str], LastingPage]) -> Iterator[Page]:
     """A page for tests that only import modules of the page and call their functions."""
     page, errors = lasting_pages("/page/icon.svg")
     errors.allow("favicon")  # an image that is opened alone names no icon
+    errors.forget()
     yield page
     assert not errors.unexpected, "\n".join(errors.unexpected)

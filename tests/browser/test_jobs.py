@@ -436,7 +436,7 @@ def test_a_job_is_watched_after_a_reload_and_a_restart_of_the_server(
     page.go_back()
     server.interrupt()
     server.wait()
-    expect(page.get_by_text("Cannot reach the server")).to_be_visible()
+    expect(page.get_by_text("Cannot reach the server").first).to_be_visible()
     fresh_server(*flags, "--port", server.url.rpartition(":")[2], module="cppbatch")  # not paced
     expect(page.get_by_text("Cannot reach the server")).to_have_count(0)
     wait_status(page, "completed", 120)
