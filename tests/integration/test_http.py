@@ -259,7 +259,7 @@ async def test_a_slow_chat_template_does_not_delay_other_requests(engine: LocalE
             waits.append(asyncio.get_running_loop().time() - before)
         await first
     assert len(waits) > 5
-    assert max(waits) < 0.5
+    assert max(waits) < 1.5
 
 
 async def test_the_models_chat_format_is_one_for_the_server_and_its_engine(engine: LocalEngine) -> None:

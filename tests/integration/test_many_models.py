@@ -312,7 +312,7 @@ async def test_a_stream_is_not_cut_off_when_another_model_needs_its_place(folder
 
 
 async def test_a_request_waits_for_its_model_at_most_for_its_timeout(folder: Path) -> None:
-    async with serve(folder) as http:
+    async with serve(folder, in_process=False) as http:  # a worker, which takes more than the timeout to start
         body = {"prompt": "a", "max_tokens": 1, "model": "one"}
         for field in ("timeout", "queue_timeout"):
             status, answer = await post(http, "/v1/completions", {**body, field: 0.01})
