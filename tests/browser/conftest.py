@@ -103,7 +103,7 @@ def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSe
 @pytest.fixture(scope="session")
 def server(page_model: Path, lasting_server: StartServer) -> ServerProcess:
     """The server of all tests that need no special flags: 16 sequences at once in one set of cells."""
-    flags = ("-np", "16", "-c", "32768", "--kv-layout", "unified", "--spec", "off")
+    flags = ("-np", "16", "-c", "131072", "--kv-layout", "unified", "--spec", "off")
     return lasting_server("-m", page_model, *flags, module=PACED)
 
 

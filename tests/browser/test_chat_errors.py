@@ -134,9 +134,10 @@ def test_a_message_is_shown_at_once_although_the_page_is_still_being_loaded(page
     held: list[Route] = []
     page.route("**/chat/messages.js", lambda route: held.append(route))  # noqa: PLW0108  # Playwright marks its handlers
     answer_with(page, "**Yes.**")
-    open_tab(page, url)
-    wait_ready(page)
-    send(page, "Is it shown?")
+    with page.expect_request("**/chat/messages.js"):
+        open_tab(page, url)
+        wait_ready(page)
+        send(page, "Is it shown?")
     expect(messages(page, "user")).to_have_text("Is it shown?", timeout=2000)
     held.pop().continue_()
     expect(messages(page, "assistant").locator("strong")).to_have_text("Yes.")

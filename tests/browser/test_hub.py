@@ -12,6 +12,7 @@ from playwright.sync_api import Page, expect
 from tests.browser.conftest import PageErrors, StartServer
 from tests.browser.page_checks import axe_violations, dark, open_tab, phone, wait_ready
 from tests.support import tiny_models
+from tests.support.batch_files import wait_until
 from tests.support.fake_hub import FakeHub
 from tests.support.server_process import ServerProcess
 
@@ -110,10 +111,9 @@ def test_a_download_is_cancelled_and_one_that_fails_says_why(
     expect(models.locator(".download")).to_contain_text(" of 558 KiB")
     models.get_by_role("button", name="Cancel the download").click()
     expect(models.locator(".download")).to_have_count(0)
+    wait_until(lambda: not [*(folder / "other/Large-GGUF").iterdir()], 30)
     hub.hold.set()
     hub.hold = None
-    while [*(folder / "other/Large-GGUF").iterdir()]:
-        models.wait_for_timeout(50)
     search(models, "owner/Nothing-GGUF")
     expect(models.get_by_role("alert")).to_contain_text("owner/Nothing-GGUF is neither an existing file nor")
     models.keyboard.press("Escape")

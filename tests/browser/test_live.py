@@ -37,11 +37,11 @@ def batch_server(server: ServerProcess) -> Iterator[ServerProcess]:
 class Streams(threading.Thread):
     """16 streaming requests with one shared prompt, in one request. `finish_reasons`: of the choices that ended.
 
-    With `LONG` tokens, 15 seconds of the paced server, they do not end while a test looks at the page, and the test
+    With `LONG` tokens, a minute of the paced server, they do not end while a test looks at the page, and the test
     stops them.
     """
 
-    LONG = 1500
+    LONG = 6000
     open: ClassVar[list[Streams]] = []
 
     def __init__(self, server: ServerProcess, max_tokens: int = 60) -> None:
@@ -83,10 +83,10 @@ def test_16_streams_are_16_rows_and_their_shared_prompt_is_one_block(page: Page,
     streams = Streams(batch_server, Streams.LONG)
     expect(rows(page)).to_have_count(16)
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
-    shared = cells(page).get_by_role("button", name="shared by 16")
+    shared = cells(page).locator("button.shared[title*='held by 16:'], button.shared[title*='held by 17:']")
     expect(shared).to_have_count(1)
     expect(shared).to_have_attribute("title", re.compile(r"stored once, held by 1[67]: #\d+(, #\d+){15}"))
-    own = cells(page).get_by_role("button", name=re.compile(r"^#\d+: [\d,]+$"))
+    own = cells(page).locator("button.own")  # without a text where a long cached prefix makes it narrow
     expect(own).to_have_count(16)
 
     shared.click()
@@ -97,7 +97,7 @@ def test_16_streams_are_16_rows_and_their_shared_prompt_is_one_block(page: Page,
     number = first.inner_text()
     first.press("Enter")
     expect(shared).to_have_attribute("aria-pressed", "true")
-    expect(cells(page).get_by_role("button", name=f"{number}:", pressed=True)).to_have_count(1)
+    expect(own.and_(page.locator(f"[aria-pressed=true][title$=' {number}']"))).to_have_count(1)
     streams.stop()
     expect(rows(page)).to_have_count(0)
 
@@ -125,14 +125,15 @@ def test_a_killed_worker_is_shown_on_the_page_and_the_streams_continue(page: Pag
     open_tab(page, f"{batch_server.url}/", "live")
     streams = Streams(batch_server, Streams.LONG)
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
-    os.kill(batch_server.get("/stats")["workers"][0]["pid"], signal.SIGKILL)
+    worker = batch_server.get("/stats")["workers"][0]
+    os.kill(worker["pid"], signal.SIGKILL)
     workers = page.get_by_role("list", name="Workers")
     expect(workers).to_contain_text("its requests continue")
     expect(workers).to_contain_text(re.compile(r"restarted .* ago: its requests continue"))
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
     assert streams.finish_reasons == []
     streams.stop()
-    expect(workers).to_contain_text("1 restart")
+    expect(workers).to_contain_text(f"{worker['restarts'] + 1} restart")
 
 
 def test_nothing_runs_and_a_button_shows_a_batch(page: Page, batch_server: ServerProcess) -> None:
