@@ -1,6 +1,6 @@
 // @ts-check
 // The Chat tab.
-import {Button, EmptyState, Menu, html, lazy, toast, useEffect, useReducer, useState} from '../components.js';
+import {Button, EmptyState, Menu, html, lazy, toast, useEffect, useLayoutEffect, useReducer, useState} from '../components.js';
 import {chatState as state} from './chat_state.js';
 import {Composer} from './composer.js';
 import {add, choose, lastId, pathOf, remove, requestMessages} from './conversation.js';
@@ -71,7 +71,7 @@ export function Chat({server, active}) {
   useChatState();
   const [isListOpen, setListOpen] = useState(false);
   const [dialog, setDialog] = useState(null);
-  useEffect(() => {
+  useLayoutEffect(() => { // as soon as the list is shown: an effect comes later
     const onKeyDown = ({key}) => { if (key === 'Escape') setListOpen(false); };
     if (isListOpen) addEventListener('keydown', onKeyDown);
     return () => removeEventListener('keydown', onKeyDown);
