@@ -24,6 +24,8 @@ log = logging.getLogger("cppbatch.engine")
 _INTERVAL_S = 0.5  # between two readings; one takes 0.1 ms
 _BUSY_CORES = 0.6  # give up a thread if other programs use at least this many cores
 _QUIET_CORES = 0.3  # take it back below this, in two consecutive readings: one thread too many costs most
+_LONG_S = 2.0  # a quiet reading over more than this is worth two: a step of a long prompt, or a time without steps
+_BUSY_CORES_IN_LOAD = 0.8  # while the model is loaded: a server's own start takes half a core
 
 
 class CpuTimes(NamedTuple):
@@ -38,7 +40,8 @@ class ComputeThreads:
     """The number of compute threads for the next step.
 
     Example: on 2 cores, a compiler takes one of them; within half a second, steps use one thread, and two again once it
-    has ended. An engine loaded meanwhile starts with one.
+    has ended. An engine loaded meanwhile starts with one. A thread is given up only for what runs beside steps: a
+    client that was busy before its request usually waits for the answer now.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class ComputeThreads:
         self._most, self._n_cpus = most, n_cpus
         self._read, self._clock = read or read_cpu_times, clock
         self._now = self._free_before = most
-        self._interval_s = 0.1  # the first reading, usually while the model is loading
+        self._interval_s, self._busy_cores = 0.1, _BUSY_CORES_IN_LOAD  # the first reading: while the model is loaded
         self._lent = 0
         self._at, self._times = clock(), self._read()
 
@@ -76,15 +79,19 @@ class ComputeThreads:
         now = self._clock()
         if now - self._at < self._interval_s:
             return max(1, self._now - self._lent)
-        times = self._read()
-        busy = busy_cores(self._times, times, now - self._at)
-        if self._at + 4 * _INTERVAL_S > now:  # else the engine was idle, and the interval covers a time long ago
-            fewest, free = (
-                max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (_BUSY_CORES, _QUIET_CORES)
-            )
-            self._now = fewest if fewest < self._now else max(self._now, min(free, self._free_before))
-            self._free_before = free
-            self._interval_s = _INTERVAL_S
+        times, seconds = self._read(), now - self._at
+        busy = busy_cores(self._times, times, seconds)
+        fewest, free = (
+            max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (self._busy_cores, _QUIET_CORES)
+        )
+        is_long = seconds > _LONG_S
+        had_steps = times.this_process - self._times.this_process > 0.1 * seconds
+        if fewest < self._now:
+            self._now = fewest if had_steps else self._now
+        else:
+            self._now = max(self._now, free if is_long else min(free, self._free_before))
+        self._free_before = free
+        self._interval_s, self._busy_cores = _INTERVAL_S, _BUSY_CORES
         self._at, self._times = now, times
         return max(1, self._now - self._lent)
 

@@ -59,6 +59,10 @@ def test_an_engine_that_is_loaded_beside_a_busy_program_starts_with_fewer_thread
     assert machine.run(1, others=1.0)[0] == 1
 
     machine = Machine(2)
+    machine.time, machine.own_s, machine.others_s = 1.0, 1.0, 0.7  # the server that starts the engine
+    assert machine.run(1, others=0.0)[0] == 2
+
+    machine = Machine(2)
     machine.time, machine.own_s = 30, 30  # a large model, a quiet machine
     assert machine.run(1, others=0.0)[0] == 2
     assert machine.run(1, others=1.0)[-1] == 1
@@ -97,11 +101,29 @@ def test_a_given_number_is_the_most() -> None:
     assert machine.run(3, others=0.0)[-1] == 6
 
 
-def test_load_while_the_engine_was_idle_does_not_count() -> None:
+@pytest.mark.parametrize("idle_s", [60, 1.5])
+def test_load_while_the_engine_was_idle_does_not_count(idle_s: float) -> None:
     machine = Machine(2)
-    machine.run(1, others=0.0)
+    machine.run(1, others=0.0, step_s=1.0)
+    machine.threads.now()
+    machine.time += idle_s
+    machine.others_s += 0.9 * idle_s
+    assert machine.run(0.1, others=0.0) == [2] * 5
+
+
+@pytest.mark.parametrize("step_s", [0.5, 2.5, 6.0])
+def test_a_core_is_taken_back_between_the_long_steps_of_a_long_prompt(step_s: float) -> None:
+    machine = Machine(2)
+    assert machine.run(1, others=1.0)[-1] == 1
+    assert machine.run(6 * step_s, others=0.0, step_s=step_s)[3:] == [2] * 3
+    assert machine.run(6 * step_s, others=1.0, step_s=step_s)[-1] == 1
+
+
+def test_a_core_is_taken_back_after_a_quiet_time_without_requests() -> None:
+    machine = Machine(2)
+    assert machine.run(1, others=1.0)[-1] == 1
     machine.time += 60
-    machine.others_s += 55
+    machine.others_s += 6
     assert machine.run(0.1, others=0.0) == [2] * 5
 
 
