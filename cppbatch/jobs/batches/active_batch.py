@@ -40,12 +40,13 @@ from cppbatch.jobs.job_runner import JobRunner, RequestSlots, reject_unanswered
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
 from cppbatch.jobs.request_order import chunks
+from cppbatch.retries import Pauses
 
 T = TypeVar("T")
 
 log = logging.getLogger("cppbatch.jobs")
 
-FIRST_RETRY_S = 30.0
+RETRIES = Pauses(30.0, 600.0)
 _MODEL_CHECK_S = 5.0  # whether a server with several models has got the model of a batch
 _EXPIRED = "This request could not be executed before the completion window expired."
 
@@ -216,7 +217,7 @@ class ActiveBatch:
     async def _with_retry(self, step: Callable[[], Awaitable[T]]) -> T:
         """Runs `step`, and retries with backoff on any error except `ConfigError`, such as a full disk or a closed
         engine, which may restart."""
-        pause = FIRST_RETRY_S
+        pauses = iter(RETRIES)
         while True:
             try:
                 return await step()
