@@ -225,9 +225,9 @@ class ActiveBatch:
                 raise
             except Exception as error:
                 unexpected = None if isinstance(error, StorageError | EngineClosed) else error
+                pause = next(pauses)
                 log.error("%s is paused; retrying in %g s: %s", self.record.batch.id, pause, error, exc_info=unexpected)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, 600.0)
 
     # --- validating ---------------------------------------------------------------------------------------------
 
@@ -451,19 +451,10 @@ def read_batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterat
     with InputReader(input_format, urls) as reader:
         for entry in reader:
             if isinstance(entry, JobRequest) and entry.url != endpoint:
-                yield _wrong_endpoint(entry, endpoint)
+                message = f"url: is {entry.url}; it must be the endpoint of the batch, {endpoint}"
+                yield entry.rejected("mismatched_endpoint", message)
             else:
                 yield entry
-
-
-def _wrong_endpoint(request: JobRequest, endpoint: str) -> RejectedLine:
-    return RejectedLine(
-        line=request.line,
-        code="mismatched_endpoint",
-        message=f"url: is {request.url}; it must be the endpoint of the batch, {endpoint}",
-        custom_id=request.custom_id,
-        content_hash=request.content_hash,
-    )
 
 
 def validate_input(entries: Iterable[JobRequest | RejectedLine], stop: threading.Event) -> ValidationResult:
