@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cppbatch.errors import ConfigError, RpcUnreachable
+from cppbatch.retries import Pauses
 
 PROTOCOL = "7.0.0"
 """The pinned llama.cpp's. Its client accepts other patch versions, although they number operations differently."""
@@ -30,7 +31,7 @@ _HELLO = 14
 _CAPABILITIES = 24  # bytes: none, so TCP
 _REQUEST = struct.pack("<BQ", _HELLO, _CAPABILITIES) + bytes(_CAPABILITIES)
 _ANSWER_BYTES = 4 + _CAPABILITIES
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
+_PAUSES = Pauses(0.1, 2.0)
 
 
 class Endpoint(NamedTuple):
@@ -109,8 +110,7 @@ def wait_for_workers(
     """
     began = reported = clock()
     for endpoint in endpoints:
-        pause = _FIRST_PAUSE_S
-        while True:
+        for pause in _PAUSES:
             try:
                 check(endpoint)
                 break
@@ -118,11 +118,10 @@ def wait_for_workers(
                 now = clock()
                 if now - began >= seconds:
                     raise
-                if pause == _FIRST_PAUSE_S or now - reported >= 10.0:
+                if pause == _PAUSES.first_s or now - reported >= 10.0:
                     report(f"waiting for up to {seconds:g} s: {error}")
                     reported = now
             sleep(pause)
-            pause = min(_MAX_PAUSE_S, 2 * pause)
 
 
 def _ask_version(endpoint: Endpoint, seconds: float) -> str:

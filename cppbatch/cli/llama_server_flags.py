@@ -88,6 +88,7 @@ _LINES = "--log-format chooses between text and JSON"
 
 _ONE_THREADS = "one set of threads computes everything; --threads, --cpu-mask and --cpu-range apply to it"
 _WAITING = "OMP_WAIT_POLICY controls how compute threads wait"
+_BINDING = "OMP_PROC_BIND=true binds each thread to a core"
 _PRIORITY = "set the priority with nice or a systemd unit"
 _ADAPTS = "drafts adapt to their acceptance and the cost of a step"
 _NGRAMS = "matches of several lengths count by how often they were right; --spec-draft-n-max limits the drafts"
@@ -117,14 +118,10 @@ UNNEEDED = (
     UnneededFlag("-Cd --cpu-mask-draft --spec-draft-cpu-mask", _ONE_THREADS, "M"),
     UnneededFlag("-Crd --cpu-range-draft --spec-draft-cpu-range", _ONE_THREADS, "LO-HI"),
     UnneededFlag("-Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch", _ONE_THREADS, "M"),
-    UnneededFlag("--cpu-strict", "OMP_PROC_BIND=true binds each thread to a core", "0|1"),
-    UnneededFlag("--cpu-strict-batch", "OMP_PROC_BIND=true binds each thread to a core", "0|1"),
-    UnneededFlag("--cpu-strict-draft --spec-draft-cpu-strict", "OMP_PROC_BIND=true binds each thread to a core", "0|1"),
-    UnneededFlag(
-        "--cpu-strict-batch-draft --spec-draft-cpu-strict-batch",
-        "OMP_PROC_BIND=true binds each thread to a core",
-        "0|1",
-    ),
+    UnneededFlag("--cpu-strict", _BINDING, "0|1"),
+    UnneededFlag("--cpu-strict-batch", _BINDING, "0|1"),
+    UnneededFlag("--cpu-strict-draft --spec-draft-cpu-strict", _BINDING, "0|1"),
+    UnneededFlag("--cpu-strict-batch-draft --spec-draft-cpu-strict-batch", _BINDING, "0|1"),
     UnneededFlag("--threads-http", "one thread answers all connections", "N"),
     UnneededFlag("--prio", _PRIORITY, "N"),
     UnneededFlag("--prio-batch", _PRIORITY, "N"),

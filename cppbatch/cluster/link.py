@@ -1,4 +1,4 @@
-"""The messages between the server process and a worker, in MessagePack."""
+"""The messages between an engine client and its worker; between processes, in MessagePack."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class GetLive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Close the engine and end. Sent to a worker without requests."""
+    """Close the engine and end. Unfinished requests get no answer."""
 
 
 class LimitThreads(msgspec.Struct, frozen=True, tag=True):

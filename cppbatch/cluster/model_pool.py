@@ -32,6 +32,7 @@ from cppbatch.errors import (
     ModelNotLoaded,
     QueueFull,
 )
+from cppbatch.retries import Pauses
 
 log = logging.getLogger("cppbatch.models")
 
@@ -42,7 +43,7 @@ UnloadReason = Literal["evicted", "idle", "asked", "changed"]
 """`evicted`: for another model. `idle`: `ttl`. `asked`: by `unload`. `changed`: its file or settings have changed."""
 
 _MAX_ATTEMPTS = 3  # to load a model, if earlier ones were killed from outside
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # after a failure, before a request retries
+_PAUSES = Pauses(1.0, 60.0)  # after a failure, before a request retries
 
 
 class LoadableEngine(Protocol):
@@ -267,7 +268,7 @@ class ModelPool(Generic[Plan, Engine]):
         model = self.models[name]
         model._load_asked = model._is_awaited_again = False
         if model.state == "loading":
-            stopped = ModelLoadFailed(f"model {name!r} was unloaded while it was loading", retry_after=_FIRST_PAUSE_S)
+            stopped = ModelLoadFailed(f"model {name!r} was unloaded while it was loading", retry_after=_PAUSES.first_s)
             self._fail_waiters(model, stopped)
         self._unwant(model)
         if model.is_up:
@@ -505,8 +506,8 @@ class ModelPool(Generic[Plan, Engine]):
     def _failed(self, model: PooledModel[Plan, Engine], reason: str) -> None:
         model.error = reason
         model.load_failures += 1
-        pause = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**model._failures_in_a_row)
         model._failures_in_a_row += 1
+        pause = _PAUSES.after(model._failures_in_a_row)
         model._retry_at = self._clock() + pause
         log.error("%s could not be loaded: %s. The next request after %g s retries", model.name, reason, pause)
         self._queue.pop(model, None)

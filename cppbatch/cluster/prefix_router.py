@@ -13,7 +13,6 @@ from typing import Generic, NamedTuple, TypeVar
 from cppbatch.engine.request import GenerationRequest, Media, MediaPrompt, Pair, text_of_part
 
 _CHARACTERS_PER_TOKEN = 4
-_MAX_PREFIXES = 8192  # remembered per member
 
 Member = TypeVar("Member", bound=Hashable)
 
@@ -34,7 +33,9 @@ class PrefixRouter(Generic[Member]):
     per 64 tokens of the prefix, up to n_parallel / 4 more.
     """
 
-    def __init__(self, n_parallel: int) -> None:
+    def __init__(self, n_parallel: int, max_prefixes: int = 8192) -> None:
+        """`max_prefixes`: remembered per member."""
+        self._max_prefixes = max_prefixes
         self._max_extra_requests = max(1, n_parallel // 4)
         self._prefixes: dict[Member, OrderedDict[Prefix, None]] = {}  # by member, least recently used first
         self._holders: dict[Prefix, dict[Member, None]] = {}
@@ -65,7 +66,7 @@ class PrefixRouter(Generic[Member]):
             known[prefix] = None
             known.move_to_end(prefix)
             self._holders.setdefault(prefix, {})[member] = None
-        while len(known) > _MAX_PREFIXES:
+        while len(known) > self._max_prefixes:
             self._remove_holder(known.popitem(last=False)[0], member)
 
     def forget(self, member: Member) -> None:

@@ -16,10 +16,10 @@ import msgspec
 
 from cppbatch.child_processes import child_command, start
 from cppbatch.errors import ConfigError, LlamaError
+from cppbatch.retries import RestartPauses
 
 log = logging.getLogger("cppbatch.rpc")
 
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
 _START_S = 60.0
 
 
@@ -35,19 +35,6 @@ class RpcServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Threads of a CPU."""
     cache: str | None = None
     """A folder to cache large tensors, so that they are not sent again."""
-
-
-class RestartPauses:
-    """The wait before restarting a process that died: 0.2 s, doubling each time up to 30 s."""
-
-    def __init__(self) -> None:
-        self._n_in_a_row = 0
-
-    def next(self, lived_s: float) -> float:
-        """Seconds to wait after a crash."""
-        # a crash after a minute of work is the first in a row
-        self._n_in_a_row = 1 if lived_s >= 60.0 else self._n_in_a_row + 1
-        return float(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._n_in_a_row - 1)))
 
 
 def free_port(host: str, port: int) -> int:

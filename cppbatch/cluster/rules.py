@@ -6,10 +6,11 @@ import math
 from typing import Literal, NamedTuple
 
 from cppbatch.errors import ConfigError
+from cppbatch.retries import Pauses
 
 _MAX_WAIT_S = 5.0  # start a worker if a request waits longer for its first token, while requests are queued
 _QUEUE_DELAY_S = 2.0  # or if the queue is long for this time
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 30.0, 600.0  # after a start that fails or is prevented by memory
+_PAUSES = Pauses(30.0, 600.0)  # after a start that fails or is prevented by memory
 
 Decision = Literal["start", "drain"]
 
@@ -72,8 +73,8 @@ class ScalingRule:
     def not_started(self, now: float) -> float:
         """Called when it does not fit into memory or could not be loaded. Returns the seconds until the next
         attempt."""
-        pause: float = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**self._n_failures)
         self._n_failures += 1
+        pause = _PAUSES.after(self._n_failures)
         self._not_before = now + pause
         return pause
 

@@ -115,6 +115,7 @@ class EngineCore:
             on_gpu=info.on_gpu,
             places=_checkpoint_places(config, runtime),
             tier=self._disk,
+            reuse_costs=runtime.reuse_costs,
             token_s=budgets.prompt_token_s,
         )
         self.slots = Slots(self.kv, key)

@@ -36,6 +36,7 @@ from cppbatch.engine.kv.layout import (
     unified_cells,
 )
 from cppbatch.engine.kv.memory import Memory
+from cppbatch.engine.kv.prefix_cache import REUSE_COSTS, ReuseCosts
 from cppbatch.engine.kv.prefix_memory import CACHED_SHARE
 from cppbatch.engine.kv.sharing import SHARING
 from cppbatch.engine.load_check import check_loads, check_projector
@@ -122,6 +123,7 @@ class Runtime(msgspec.Struct, frozen=True):
     close: Callable[[], None]
     cached_share: float = CACHED_SHARE
     """Fraction of the cells that cached prefixes may hold."""
+    reuse_costs: ReuseCosts = REUSE_COSTS
     may_pad: bool = False
     """Whether steps may have padding rows; False only in tests."""
     min_rows: int = 1

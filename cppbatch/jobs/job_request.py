@@ -27,6 +27,12 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     content_hash: int
     """`hash64` of the line. A different hash means that the input was edited after the line was answered."""
 
+    def rejected(self, code: str, message: str) -> RejectedLine:
+        """The request as a line with this error."""
+        return RejectedLine(
+            line=self.line, code=code, message=message, custom_id=self.custom_id, content_hash=self.content_hash
+        )
+
 
 class RejectedLine(msgspec.Struct, frozen=True, kw_only=True):
     """An input line that is not a valid request."""

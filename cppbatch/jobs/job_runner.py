@@ -153,15 +153,4 @@ def reject_unanswered(
     """Writes this error for each request without a result."""
     for entries in chunks:
         requests = journal.register(entries) if entries else []
-        journal.reject(
-            [
-                RejectedLine(
-                    line=request.line,
-                    code=code,
-                    message=message,
-                    custom_id=request.custom_id,
-                    content_hash=request.content_hash,
-                )
-                for request in requests
-            ]
-        )
+        journal.reject([request.rejected(code, message) for request in requests])

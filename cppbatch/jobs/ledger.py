@@ -135,13 +135,8 @@ class Ledger:
 
     def _duplicate(self, request: JobRequest) -> RejectedLine:
         ((line,),) = self._db.execute("SELECT line FROM items WHERE id = ?", (hash64(request.custom_id.encode()),))
-        return RejectedLine(
-            line=request.line,
-            code="duplicate_id",
-            message=f"line {line} has the same custom_id {request.custom_id!r}; each custom_id must be unique",
-            custom_id=request.custom_id,
-            content_hash=request.content_hash,
-        )
+        message = f"line {line} has the same custom_id {request.custom_id!r}; each custom_id must be unique"
+        return request.rejected("duplicate_id", message)
 
     def record(
         self, finished: Iterable[FinishedLine], numbers: dict[str, int], held: Iterable[tuple[int, bytes]] = ()

@@ -15,18 +15,10 @@ from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
+from cppbatch.llama.batch_parts import ALL_ROWS, Part, parts_of
 from cppbatch.llama.control_vector import apply_directions
 from cppbatch.llama.library import C, layer_rows, nextn
-from cppbatch.llama.llama_batch import (
-    ALL_ROWS,
-    HIDDEN_WINDOWS,
-    SEQUENCES_ALONE,
-    Batch,
-    EmbeddingBatch,
-    Part,
-    parts_of_rows,
-    single_ubatches,
-)
+from cppbatch.llama.llama_batch import Batch, BatchLimits, EmbeddingBatch
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
 from cppbatch.llama.owned import Owned
@@ -41,9 +33,6 @@ _CACHE_TYPES = {  # ggml_type
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory"}
-_LISTED_ENTRIES = (
-    16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
-)
 
 
 class Context:
@@ -128,7 +117,6 @@ class Context:
         self._part_hidden: npt.NDArray[np.float32] | None = None
         self.gives_hidden_rows = False
         self._row_layers: tuple[int, ...] = ()
-        self._n_vector = model.n_embd_inp
         self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
         self._n_vocab: int = model.vocab.n_tokens
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, flash_attn=flash_attn)
@@ -181,8 +169,11 @@ class Context:
         self.n_ubatch: int = C.llama_n_ubatch(handle)
         self.n_seq_ids: int = max_ids - 1 if has_extra_ids else self.n_seq_max
         """seq_ids that can hold cells: above `n_seq_max` in the unified layout, unless the model has other memory."""
-        # Some models have a table of n_ctx_train positions.
-        self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
+        self._limits = BatchLimits(
+            self.n_batch, self.n_seq_max, self._n_vocab,
+            min(self.n_ctx_seq, model.n_ctx_train),  # some models have a table of n_ctx_train positions
+            self._n_vector, model.n_dimensions,
+        )  # fmt: skip
         self.flash_attn: FlashAttention = flash_attn
         """The setting as requested."""
         if self.gives_hidden_rows:
@@ -198,6 +189,11 @@ class Context:
             any_lengths=kv_unified and not self._is_recurrent,
             any_seq_ids=kv_unified,
         )
+
+    @property
+    def _n_vector(self) -> int:
+        """Numbers of a vector in place of a token."""
+        return self.model.n_embd_inp
 
     @property
     def n_rollback(self) -> int:
@@ -303,9 +299,15 @@ class Context:
         Raises `OutOfRange` for an invalid batch, before it reaches C; `CacheFull` if too few cells are free (nothing
         has changed then); `OutOfMemory` if a buffer cannot be allocated; `DecodeFailed` for any other error.
         """
-        self._check(batch)
+        if self.model.no_alloc:
+            raise OutOfRange(f"{self.model.path.name} was loaded with no_alloc: there are no weights to compute with")
+        batch.check(self._limits)
         self._n_outputs = 0
-        parts = self._parts(batch)
+        parts = parts_of(
+            batch, architecture=self.model.architecture, n_swa=self.model.n_swa, n_ubatch=self.n_ubatch,
+            n_rows=self._n_rows, has_streams=self.has_streams,
+            keeps_whole=self.is_pooled or self._is_head or isinstance(batch, EmbeddingBatch),
+        )  # fmt: skip
         if self.backend_sampling:
             self.backend_sampling.kept.clear()
         if len(parts) == 1 and (self.is_pooled or self._is_head or self.model.architecture not in ALL_ROWS):
@@ -330,18 +332,6 @@ class Context:
             raise backend.failure(error, [*backend.recent_errors(), str(error)])
         C.llama_synchronize(self.handle)
         self._n_decoded = struct.n_tokens
-
-    def _parts(self, batch: Batch) -> list[Part]:
-        """The parts of a batch that are decoded one after another (`llama_batch`); usually a single one."""
-        model = self.model
-        alone = model.architecture in SEQUENCES_ALONE
-        whole = self.is_pooled or isinstance(batch, EmbeddingBatch) or self._is_head
-        parts = [(0, batch.n_tokens)]
-        if not whole and (model.n_swa or alone or model.architecture in HIDDEN_WINDOWS):
-            parts = single_ubatches(batch, self.n_ubatch, equal_runs=self.has_streams, alone=alone)
-        if self._n_rows and batch.n_outputs > self._n_rows:
-            parts = [part for each in parts for part in parts_of_rows(batch, each, self._n_rows)]
-        return parts
 
     def _decode_parts(self, batch: Batch, parts: list[Part]) -> None:
         """Decodes the parts, and collects their rows of logits."""
@@ -373,28 +363,6 @@ class Context:
             batch.wants_logits[:n] = wanted
         self._part_logits = np.concatenate(rows)
         self._part_hidden = np.concatenate(hidden) if hidden else None
-
-    def _check(self, batch: Batch) -> None:
-        n = batch.n_tokens
-        if self.model.no_alloc:
-            raise OutOfRange(f"{self.model.path.name} was loaded with no_alloc: there are no weights to compute with")
-        if not 1 <= n <= self.n_batch:
-            raise OutOfRange(f"the batch has {n} tokens; it must have 1 to {self.n_batch}")
-        limits = [(batch.seq_ids[:n], self.n_seq_max, "seq_id")]
-        if not isinstance(batch, EmbeddingBatch):
-            limits.append((batch.tokens[:n], self._n_vocab, "token id"))
-        else:
-            given, wanted = batch.vectors.shape[1], self._n_vector
-            if (given, batch.n_dimensions) != (wanted, self.model.n_dimensions):
-                form = f"{wanted} numbers with {self.model.n_dimensions} positions"
-                raise OutOfRange(
-                    f"vectors of {given} numbers with {batch.n_dimensions} positions; the model requires {form}"
-                )
-        for array, limit, name in (*limits, (batch.positions[: n * batch.n_dimensions], self._n_positions, "position")):
-            numbers = array.tolist() if n <= _LISTED_ENTRIES else (int(array.min()), int(array.max()))
-            low, high = min(numbers), max(numbers)
-            if low < 0 or high >= limit:
-                raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
 
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
         """The logits of the last decode, float32[n_outputs, n_vocab], in batch order.

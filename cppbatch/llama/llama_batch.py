@@ -1,11 +1,10 @@
-"""The `llama_batch` of a decode as numpy arrays, with tokens or vectors, and its division into parts."""
+"""The `llama_batch` of a decode as numpy arrays, with tokens or vectors, and its check."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,23 @@ from cppbatch.errors import OutOfRange
 from cppbatch.llama.library import C
 
 Int32Array = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+_LISTED_ENTRIES = 16
+"""Entries up to which a list is faster than an array: a decode evicts numpy's code from the caches."""
+
+
+class BatchLimits(NamedTuple):
+    """What a context computes."""
+
+    n_tokens: int
+    n_seq_ids: int
+    n_vocab: int
+    n_positions: int
+    n_vector: int
+    """Numbers of a vector."""
+    n_dimensions: int
+    """Positions of a vector."""
 
 
 class PendingTokens(Protocol):
@@ -149,67 +165,24 @@ class Batch:
         struct.n_tokens = stop - start
         return struct
 
+    def check(self, limits: BatchLimits) -> None:
+        """Raises `OutOfRange` for what llama.cpp would abort on."""
+        n = self.n_tokens
+        if not 1 <= n <= limits.n_tokens:
+            raise OutOfRange(f"the batch has {n} tokens; it must have 1 to {limits.n_tokens}")
+        for array, limit, name in (
+            (self.seq_ids[:n], limits.n_seq_ids, "seq_id"),
+            *self._check_inputs(limits),
+            (self.positions[: n * self.n_dimensions], limits.n_positions, "position"),
+        ):
+            numbers = array.tolist() if n <= _LISTED_ENTRIES else (int(array.min()), int(array.max()))
+            low, high = min(numbers), max(numbers)
+            if low < 0 or high >= limit:
+                raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
 
-# --- batch parts -----------------------------------------------------------------------------------------------------
-# Splits a batch where llama.cpp's results would be wrong for the whole batch in one `llama_decode`.
-#
-# Each rule has a test with a tiny model (tests/integration/test_batch_parts.py), and can be removed once llama.cpp
-# fixes the bug:
-#
-# - Sliding windows: llama.cpp finds cells for all ubatches of a batch before it computes the first one. Cells that a
-#   later ubatch drops from a window are then already missing (`llama_kv_cache::prepare` restores overwritten cells, but
-#   not those that `apply_ubatch` purges), although tokens of an earlier ubatch attend to them. So each ubatch is a
-#   separate decode.
-# - PLaMo 2: with several sequences in a ubatch, its graph writes their states to wrong places, or aborts (the offset
-#   `kv_head * n_seqs` in `build_plamo2_mamba_layer`). So each sequence is a separate decode.
-# - CogVLM: its graph computes logits of all tokens (no `build_inp_out_ids`), and llama.cpp copies the first ones. So
-#   the batch requests logits of all tokens.
-
-
-HIDDEN_WINDOWS = frozenset({"deepseek4"})
-"""Architectures with a window for which `llama_model_n_swa` returns 0, because tokens in it cannot be removed."""
-SEQUENCES_ALONE = frozenset({"plamo2"})
-"""Architectures that require one sequence per ubatch."""
-ALL_ROWS = frozenset({"cogvlm"})
-"""Architectures that always compute logits of all tokens."""
-
-Part = tuple[int, int]
-"""The entries of a batch from the first number to the second one."""
-
-
-def single_ubatches(batch: Batch, n_ubatch: int, *, equal_runs: bool, alone: bool = False) -> list[Part]:
-    """Parts that llama.cpp computes as one ubatch each.
-
-    `equal_runs`: a ubatch has the same number of tokens of each sequence. `alone`: a ubatch has a single sequence.
-    """
-    n = batch.n_tokens
-    if not equal_runs:
-        return [(i, min(i + n_ubatch, n)) for i in range(0, n, n_ubatch)]
-    bounds = np.flatnonzero(np.diff(batch.seq_ids[:n], prepend=-1, append=-1)).tolist()
-    parts: list[Part] = []
-    length = 0  # of the runs of the last part
-    for start, stop in pairwise(bounds):
-        if parts and not alone and stop - start == length and stop - parts[-1][0] <= n_ubatch:
-            parts[-1] = parts[-1][0], stop
-        else:
-            parts += [(i, min(i + n_ubatch, stop)) for i in range(start, stop, n_ubatch)]
-            length = stop - parts[-1][0]
-    return parts
-
-
-def parts_of_rows(batch: Batch, part: Part, n_rows: int) -> list[Part]:
-    """A part of a batch as parts with at most `n_rows` rows of logits each."""
-    start, stop = part
-    rows = np.flatnonzero(batch.wants_logits[start:stop])
-    bounds = [start, *(start + int(last) + 1 for last in rows[n_rows - 1 :: n_rows]), stop]
-    return [(a, b) for a, b in pairwise(bounds) if a < b]
-
-
-# --- embedding batch -------------------------------------------------------------------------------------------------
-# The `llama_batch` of a decode of images and audio: vectors instead of tokens.
-
-
-FloatArray = npt.NDArray[np.float32]
+    def _check_inputs(self, limits: BatchLimits) -> list[tuple[Int32Array, int, str]]:
+        """Checks the form of what is computed. Returns numbers with their limit and name."""
+        return [(self.tokens[: self.n_tokens], limits.n_vocab, "token id")]
 
 
 class PendingVectors(Protocol):
@@ -262,3 +235,12 @@ class EmbeddingBatch(Batch):
     def positions_by_dimension(self) -> Int32Array:
         """A view of the valid positions, int32[n_dimensions, n_tokens]."""
         return self.positions[: self.n_dimensions * self.n_tokens].reshape(self.n_dimensions, self.n_tokens)
+
+    def _check_inputs(self, limits: BatchLimits) -> list[tuple[Int32Array, int, str]]:
+        n_vector = self.vectors.shape[1]
+        if (n_vector, self.n_dimensions) != (limits.n_vector, limits.n_dimensions):
+            form = f"{limits.n_vector} numbers with {limits.n_dimensions} positions"
+            raise OutOfRange(
+                f"vectors of {n_vector} numbers with {self.n_dimensions} positions; the model requires {form}"
+            )
+        return []

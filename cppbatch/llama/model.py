@@ -16,9 +16,9 @@ from cppbatch.config import LazyMode, LoadMode, Numa, Pooling, SplitMode
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
+from cppbatch.llama.batch_parts import ALL_ROWS
 from cppbatch.llama.control_vector import Directions, read_control_vector
 from cppbatch.llama.library import C
-from cppbatch.llama.llama_batch import ALL_ROWS
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.owned import Owned
 from cppbatch.llama.placement import ModelDevices, check_gpu, set_no_alloc

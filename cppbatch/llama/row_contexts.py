@@ -122,7 +122,6 @@ class DFlashContext(HeadContext):
         if not 1 <= n_drafted <= file.block - file.first or self.block > sizes["n_batch"]:
             raise OutOfRange(f"drafts of {n_drafted} tokens were requested, but blocks have {file.block}")
         super().__init__(model, target=target, **sizes)
-        self._n_vector = file.n_row
         self._block_batch = Batch(self.n_batch)
 
     def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
@@ -135,6 +134,10 @@ class DFlashContext(HeadContext):
     def n_row(self) -> int:
         """Numbers that it reads of a token: rows of all its layers."""
         return self._file.n_row
+
+    @property
+    def _n_vector(self) -> int:
+        return self.n_row
 
     @property
     def n_logits(self) -> int:

@@ -15,7 +15,8 @@ import msgspec
 
 from cppbatch import errors
 from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
-from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests, LatestState
+from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests
+from cppbatch.cluster.engines.latest_state import LatestState
 from cppbatch.cluster.engines.message_engine import MessageEngine, unpaired_surrogate
 from cppbatch.cluster.link import Answer, Check, Question, Refused
 from cppbatch.cluster.prefix_router import prompt_prefixes

@@ -14,6 +14,7 @@ from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, is_long
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull, client_names
+from cppbatch.retries import Pauses
 from cppbatch.server.http.api_errors import api_error
 
 Event = tuple[int, GenerationEvent]
@@ -22,7 +23,7 @@ Event = tuple[int, GenerationEvent]
 OnEvent = Callable[[int, GenerationEvent], object]
 """Called with the index of a request, and one of its events."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds before a full queue is tried again
+_PAUSES = Pauses(0.02, 0.5)  # before a full queue is tried again
 
 
 async def run_requests(
@@ -70,7 +71,7 @@ async def run_requests(
 
     async def run_one(index: int) -> None:
         """Puts the events of a request into `events`. If it may wait, retries while the engine's queue is full."""
-        request, pause = requests[index], _FIRST_PAUSE
+        request, pauses = requests[index], iter(_PAUSES)
         may_wait = wait_when_full or (len(requests) > at_once and index > 0)
         timeouts = [seconds for seconds in (request.timeout, request.queue_timeout) if seconds is not None]
         while request.id not in cancelled:
@@ -85,8 +86,7 @@ async def run_requests(
             except QueueFull:
                 if has_started or not may_wait or so_far >= min(timeouts, default=float("inf")):
                     raise
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(next(pauses))
         await events.put((index, GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)))
 
     async def run_one_after_another() -> None:

@@ -11,7 +11,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch, Context, Model
-from cppbatch.llama.llama_batch import single_ubatches
+from cppbatch.llama.batch_parts import single_ubatches
 from tests.archs.rollback_schedules import run_schedule
 from tests.support import tiny_models
 from tests.support.contexts import close, decode

@@ -27,6 +27,7 @@ from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
 from cppbatch.jobs.database import Database, Kind
 from cppbatch.jobs.durable_files import DurableFile
+from cppbatch.retries import Pauses
 from cppbatch.server import storage
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.storage import STORAGE
@@ -607,7 +608,7 @@ def full(*_: object) -> None:
 
 
 def test_a_batch_pauses_while_the_disk_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(active_batch, "RETRIES", Pauses(0.1, 600.0))
     client = client_of(start())
     with monkeypatch.context() as patch:
         patch.setattr(DurableFile, "append", lambda *_: outputs_full())
@@ -627,7 +628,7 @@ def outputs_full() -> None:
 def test_a_pipe_in_place_of_results_pauses_its_batch_and_the_server_still_ends(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(active_batch, "RETRIES", Pauses(0.1, 600.0))
     first = start()
     batch = make_batch(client_of(first), lines(50, **LONG))
     wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 3)
@@ -642,7 +643,7 @@ def test_a_pipe_in_place_of_results_pauses_its_batch_and_the_server_still_ends(
 
 
 def test_a_batch_continues_when_the_engine_is_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(active_batch, "RETRIES", Pauses(0.1, 600.0))
 
     async def gone(*_: object) -> None:
         raise EngineClosed("the engine does not accept requests: it is failed")

@@ -40,6 +40,7 @@ from cppbatch.engine.core import EngineCore
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, LlamaError, ModelError, QueueFull
 from cppbatch.ray.replica.set import ReplicaSetStatus
+from cppbatch.retries import Pauses
 from tests.support import tiny_models
 from tests.support.fake_replicas import FakeReplicas, settle
 from tests.support.fake_workers import FakeWorker, fake_workers
@@ -356,7 +357,7 @@ async def test_a_slot_that_a_request_has_named_is_erased_and_another_one_cannot_
 async def test_requests_continue_when_their_workers_die_and_those_that_arrive_meanwhile_wait_or_are_cancelled(
     engine: EngineClient, cluster: FakeReplicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervisor, "_PAUSES", Pauses(0.1, 30.0))
     requests = [request(str(i), prompt=f"{i} times", max_tokens=100) for i in range(6)]
     undisturbed = [text_of(events) for events in await together(engine, requests)]
     tasks = [await started(engine, its) for its in requests]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cppbatch.cluster.engines import supervisor
+from cppbatch.retries import Pauses
 
 LONGEST = [
     "test_docs",
@@ -36,4 +37,4 @@ def runtimes_in_workers() -> Iterator[None]:
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """No wait between restarts of a worker."""
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(supervisor, "_PAUSES", Pauses(0.002, 30.0))

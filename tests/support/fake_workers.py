@@ -38,6 +38,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.disk.slots import SlotReport
 from cppbatch.engine.request import FinishReason, GenerationEvent, TokenPiece
 from cppbatch.errors import InvalidRequest
+from cppbatch.retries import Pauses
 from tests.support.fakes import fake_engine, greedy
 
 
@@ -192,5 +193,5 @@ def fake_workers(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorker]:
     FakeWorker.started = []
     monkeypatch.setattr(FakeWorker, "can_load", True)
     monkeypatch.setattr(supervisor, "WorkerHandle", FakeWorker)
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervisor, "_PAUSES", Pauses(0.0, 30.0))
     return FakeWorker.started

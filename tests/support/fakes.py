@@ -18,6 +18,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from cppbatch import BatchInferenceEngine, Completion, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.core import EngineCore
+from cppbatch.engine.kv.prefix_cache import REUSE_COSTS, ReuseCosts
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
@@ -605,6 +606,7 @@ def fake_engine(
     proposers: Sequence[Proposer] = (),
     head: Callable[[FakeContext], RowProposer] | None = None,
     media: MediaInput | None = None,
+    reuse_costs: ReuseCosts = REUSE_COSTS,
     path: str = "fake.gguf",
     **settings: Any,
 ) -> BatchInferenceEngine:
@@ -659,6 +661,7 @@ def fake_engine(
         proposers=(*proposers, its_head) if its_head else proposers,
         head=its_head,
         media=media,
+        reuse_costs=reuse_costs,
     )
     return BatchInferenceEngine(path, runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings)
 

@@ -24,6 +24,7 @@ from cppbatch.cluster.engines.client import ScalingState
 from cppbatch.cluster.rules import ScalingRule
 from cppbatch.config import available_threads
 from cppbatch.errors import ConfigError
+from cppbatch.retries import Pauses
 from tests.support.fake_workers import FakeWorker, fake_workers, text_of
 from tests.support.listening import until
 from tests.support.submitting import Reader
@@ -406,7 +407,7 @@ def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
         FakeWorker.started = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(supervisor, "WorkerHandle", FakeWorker)
-            patch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
+            patch.setattr(supervisor, "_PAUSES", Pauses(0.0, 30.0))
             state = asyncio.run(run_schedule(random_schedule(seed), patch))
         ups, downs = ups + state.scale_ups, downs + state.scale_downs
     assert ups > 40

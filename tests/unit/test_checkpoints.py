@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces
+from cppbatch.engine.kv.prefix_cache import ReuseCosts
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
 
 MARKER = 8  # a marker of the fake vocabulary
@@ -22,13 +22,10 @@ ANY_MEMORY = pytest.mark.parametrize("kind", MEMORIES)
 WITH_CELLS = pytest.mark.parametrize("kind", ["cells and states", "streams and states"])
 
 
-@pytest.fixture(autouse=True)
-def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_MIN_CACHED", 8)
-
-
 def engine_of(kind: str, **settings: Any) -> BatchInferenceEngine:
-    return fake_engine(**{"n_ctx": 2048, "n_batch": 64, **MEMORIES[kind], **settings})
+    return fake_engine(
+        reuse_costs=ReuseCosts(min_cached=8), **{"n_ctx": 2048, "n_batch": 64, **MEMORIES[kind], **settings}
+    )
 
 
 def ask(engine: BatchInferenceEngine, *prompts: list[int], n: int = 4, **options: Any) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import Sharing
-from cppbatch.engine.kv import pool, prefix_cache
 from cppbatch.engine.kv.layout_policy import LayoutSwitch
+from cppbatch.engine.kv.prefix_cache import ReuseCosts
 from cppbatch.engine.request import GenerationRequest, ResumeState
 from cppbatch.errors import DecodeFailed, InvalidRequest
 from tests.support.fakes import (
@@ -30,16 +29,7 @@ from tests.support.randomised import randomised
 
 N_CTX = 24
 LONG = 60
-
-
-@pytest.fixture(autouse=True)
-def small_prefixes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_cache, "_WORTH_WAITING_TOKENS", 3)
-        patch.setattr(prefix_cache, "_COST_OF_SHARING", 1)
-        patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
-        patch.setattr(pool, "_MIN_CACHED", 2)
-        yield
+COSTS = ReuseCosts(share=1, copy=2, min_cached=2, worth_waiting=3)
 
 
 def shifted(prompt: list[int], n: int, *, n_ctx: int = N_CTX, n_keep: int = 0, n_discard: int = 0) -> list[int]:
@@ -63,7 +53,7 @@ def endless(n: int = LONG, **others: Any) -> SamplingParams:
 
 
 def shifting_engine(n_ctx: int = N_CTX, **others: Any) -> BatchInferenceEngine:
-    return fake_engine(n_ctx=n_ctx, **{"context_shift": True, "n_parallel": 1, **others})
+    return fake_engine(n_ctx=n_ctx, **{"context_shift": True, "n_parallel": 1, "reuse_costs": COSTS, **others})
 
 
 def text(engine: BatchInferenceEngine, prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:

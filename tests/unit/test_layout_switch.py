@@ -9,8 +9,8 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason
 from cppbatch.config import KvLayout
-from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.layout_policy import LayoutSwitch
+from cppbatch.engine.kv.prefix_cache import ReuseCosts
 from cppbatch.errors import InvalidRequest, LlamaError
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 from tests.support.interrupts import assert_survives_ctrl_c
@@ -149,9 +149,8 @@ def test_where_the_first_holder_of_a_prefix_cannot_be_restored_the_others_are_co
 
 
 @pytest.mark.parametrize(("ram", "hit"), [(1024, True), (0, False)])
-def test_cached_prefixes_are_kept_in_host_memory(ram: int, hit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_MIN_CACHED", 8)
-    engine = auto_engine(prefix_cache_ram=ram)
+def test_cached_prefixes_are_kept_in_host_memory(ram: int, hit: bool) -> None:
+    engine = auto_engine(prefix_cache_ram=ram, reuse_costs=ReuseCosts(min_cached=8))
     engine.generate([[1] * 30], greedy(3, **ENDLESS))
     for layout in ("unified", "per-sequence"):
         switch(engine, layout)

@@ -11,6 +11,7 @@ from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingPar
 from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.client import EngineClient, WorkerLive
 from cppbatch.cluster.engines.group import EngineGroup
+from cppbatch.retries import Pauses
 from tests.support import submitting
 from tests.support.fake_replicas import FakeReplicas, settle
 from tests.support.fake_workers import FakeWorker, fake_workers
@@ -54,7 +55,7 @@ async def test_a_busy_worker_shows_its_rows_and_an_idle_one_is_not_queried(fake_
 async def test_a_worker_that_dies_shows_its_restart_and_no_rows_of_before(
     fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(supervisor, "_PAUSES", Pauses(0.4, 30.0))
     async with EngineProcess(CONFIG) as engine:
         running = run(engine, "a")
         await until(lambda: fake_workers[0].sequences)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cppbatch.cluster.engines.client import Health, WorkerLive
-from cppbatch.cluster.engines.in_flight import LatestState
+from cppbatch.cluster.engines.latest_state import LatestState
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.server.api.live_feed import LiveFeed
 from cppbatch.server.observe.live import LiveIntervals, LiveTimes

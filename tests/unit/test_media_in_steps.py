@@ -14,7 +14,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, Media, MediaPrompt
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import Footer, read_slot_file, write_slot_file
-from cppbatch.engine.kv import pool
+from cppbatch.engine.kv.prefix_cache import ReuseCosts
 from cppbatch.engine.media import input
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.sampling.logit_processing import recent_tokens
@@ -100,10 +100,12 @@ def test_a_prefix_never_ends_within_an_image(has_dimensions: bool, unified: bool
 
 
 @pytest.mark.parametrize("has_dimensions", [False, True])
-def test_a_checkpoint_is_never_within_an_image(has_dimensions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_never_within_an_image(has_dimensions: bool) -> None:
     """The places chosen by distance from the end are all within this one; such a checkpoint could never be taken."""
-    monkeypatch.setattr(pool, "_MIN_CACHED", 8)
-    engine = fake_engine(media=fake_media(has_dimensions=has_dimensions), n_ctx=2048, n_batch=64, sharing="checkpoints")
+    engine = fake_engine(
+        media=fake_media(has_dimensions=has_dimensions), n_ctx=2048, n_batch=64, sharing="checkpoints",
+        reuse_costs=ReuseCosts(min_cached=8),
+    )  # fmt: skip
     for end, n_cached in (("x", 0), ("y", 40), ("z", 100)):  # 100: where the second one parted from the first
         prompt = MediaPrompt(["abcdefgh" * 5, small_picture(1, 60, 1), end])
         result = engine.generate([prompt], greedy(4, ignore_eos=True))[0]

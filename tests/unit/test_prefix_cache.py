@@ -9,9 +9,8 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason
 from cppbatch.engine import core as core_module
-from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.cached_prefix import CachedPrefix
-from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_SHARING, _WORTH_WAITING_TOKENS, PrefixCache
+from cppbatch.engine.kv.prefix_cache import PrefixCache, ReuseCosts
 from cppbatch.engine.kv.save_cost import SaveCost
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.support.fakes import (
@@ -36,16 +35,11 @@ ANY_KIND = pytest.mark.parametrize("kind", MEMORIES)
 ANY_PREFIX = pytest.mark.parametrize("kind", ["cells", "copy"])
 """Kinds in which any part of what another has computed can be taken."""
 WHOLE = pytest.mark.parametrize("kind", ["whole", "whole in streams"])
-
-
-@pytest.fixture(autouse=True)
-def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that prompts here can be short."""
-    monkeypatch.setattr(pool, "_MIN_CACHED", 8)
+COSTS = ReuseCosts(min_cached=8)  # so that prompts here can be short
 
 
 def engine_of(kind: str, *, n_ctx: int = 1024, n_batch: int = 64, **settings: Any) -> BatchInferenceEngine:
-    return fake_engine(n_ctx=n_ctx, n_batch=n_batch, **{**MEMORIES[kind], **settings})
+    return fake_engine(n_ctx=n_ctx, n_batch=n_batch, reuse_costs=COSTS, **{**MEMORIES[kind], **settings})
 
 
 def answer_to(prompt: list[int], n: int) -> list[int]:
@@ -128,7 +122,7 @@ def test_a_continued_conversation_computes_only_its_new_tokens(kind: str) -> Non
         conversation += [*answer_to(conversation, 6), *[2 + turn] * 9]
 
 
-@pytest.mark.parametrize(("kind", "cost"), [("cells", _COST_OF_SHARING), ("copy", _COST_OF_COPYING)])
+@pytest.mark.parametrize(("kind", "cost"), [("cells", COSTS.share), ("copy", COSTS.copy)])
 def test_a_prefix_that_is_computed_sooner_than_taken_is_computed(kind: str, cost: int) -> None:
     for n_common, n_taken in ((cost, 0), (cost + 1, cost + 1)):
         engine = engine_of(kind)
@@ -216,7 +210,7 @@ def test_new_prompts_that_arrive_together_compute_what_they_have_in_common_once(
 
 
 @ANY_KIND
-@pytest.mark.parametrize(("n", "waits"), [(_WORTH_WAITING_TOKENS, False), (_WORTH_WAITING_TOKENS + 1, True)])
+@pytest.mark.parametrize(("n", "waits"), [(COSTS.worth_waiting, False), (COSTS.worth_waiting + 1, True)])
 def test_only_a_long_prefix_is_worth_waiting_for(kind: str, n: int, waits: bool) -> None:
     engine = engine_of(kind, n_batch=128)
     for _ in range(2):
@@ -588,7 +582,7 @@ def test_a_prefix_larger_than_the_host_memory_for_all_is_forgotten() -> None:
 @pytest.mark.parametrize(("n_more", "from_host"), [(-1, False), (1, True)])
 def test_host_memory_is_used_only_for_a_prefix_much_longer_than_that_in_cells(n_more: int, from_host: bool) -> None:
     engine = engine_of("cells", n_ctx=128, n_batch=128)
-    n = 10 + _COST_OF_COPYING - _COST_OF_SHARING + n_more
+    n = 10 + COSTS.copy - COSTS.share + n_more
     ask(engine, [1] * n)
     fill(engine, 120)
     assert ask(engine, [1] * 10 + [2]) == 0

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from cppbatch import GenerationRequest
-from cppbatch.cluster import prefix_router
 from cppbatch.cluster.prefix_router import Prefix, PrefixRouter, prompt_prefixes
 from cppbatch.engine.request import Pair, Prompt
 
@@ -91,8 +90,8 @@ def test_prefixes_double_in_length_and_are_equal_as_long_as_the_prompts_are() ->
     assert not set(ours[4:]) & set(theirs[4:])
 
 
-def test_the_prefixes_kept_for_a_member_are_bounded(router: PrefixRouter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_router, "_MAX_PREFIXES", 100)
+def test_the_prefixes_kept_for_a_member_are_bounded() -> None:
+    router = PrefixRouter[str](16, max_prefixes=100)
     for i in range(500):
         router.note(prefixes(f"{i} {WORDS}"), "a")
     assert len(router._prefixes["a"]) == len(router._holders) == 100

@@ -14,8 +14,9 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, Sampli
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine import core as core_module
 from cppbatch.engine import input_processor, step_shape
-from cppbatch.engine.kv import checkpoints, pool, prefix_cache
+from cppbatch.engine.kv import checkpoints
 from cppbatch.engine.kv.layout_policy import LayoutSwitch
+from cppbatch.engine.kv.prefix_cache import ReuseCosts
 from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.speculation import speculator
@@ -27,6 +28,7 @@ from tests.support.virtual_time import Clock
 
 N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
 LONGEST = N_CTX // N_PARALLEL  # fits in both layouts
+COSTS = ReuseCosts(share=1, copy=2, min_cached=2, worth_waiting=3)
 
 
 CLOCK = Clock(tick=0.001)
@@ -38,10 +40,6 @@ def small_scale() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_module, "perf_counter", CLOCK)
         patch.setattr(input_processor, "perf_counter", CLOCK)
-        patch.setattr(prefix_cache, "_WORTH_WAITING_TOKENS", 3)
-        patch.setattr(prefix_cache, "_COST_OF_SHARING", 1)
-        patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
-        patch.setattr(pool, "_MIN_CACHED", 2)
         patch.setattr(step_shape, "_GAP_STEPS", 1)
         patch.setattr(step_shape, "_MAX_GAIN_STEPS", 1000)
         patch.setattr(checkpoints, "_MIN_STEP_TOKENS", 1)
@@ -264,6 +262,7 @@ def run_and_check(
         n_parallel=N_PARALLEL * more,
         unified=unified,
         sharing=sharing,
+        reuse_costs=COSTS,
         adapters=ADAPTERS,
         proposers=[proposer] if proposer else [],
         head=(lambda context: fake_head(context, CLOCK, kind=kind)) if kind in CONTEXTS else None,
@@ -324,7 +323,8 @@ def test_in_any_schedule_no_ubatch_has_too_few_rows_where_that_changes_the_bits(
     n_ctx, n_batch = (LONGEST + min_rows) * n_parallel, max(n_ubatch, min_rows * n_parallel)
     engine = fake_engine(
         n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, unified=False, sharing=sharing, adapters=ADAPTERS,
-        min_rows=min_rows, n_ubatch=max(n_ubatch, n_parallel), proposers=proposers, **sizes,
+        min_rows=min_rows, n_ubatch=max(n_ubatch, n_parallel), proposers=proposers, reuse_costs=COSTS,
+        **sizes,
     )  # fmt: skip
     run = Run(engine)
     for action in actions:
@@ -339,7 +339,7 @@ def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(
     actions: list[Action], memory: tuple[bool, Sharing], failing_step: int
 ) -> None:
     unified, sharing = memory
-    sizes: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_parallel": N_PARALLEL}
+    sizes: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_parallel": N_PARALLEL, "reuse_costs": COSTS}
     run = Run(fake_engine(unified=unified, sharing=sharing, adapters=ADAPTERS, **sizes))
     context = context_of(run.engine)
     context.fail_at[failing_step] = DecodeFailed(-3, "made to fail")

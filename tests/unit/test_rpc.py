@@ -22,12 +22,13 @@ from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import rpc_watch, supervisor
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.engines.rpc_watch import RpcWatch, RpcWorkerLost
-from cppbatch.cluster.rpc_server_process import RestartPauses, RpcServerSetup, free_port
+from cppbatch.cluster.rpc_server_process import RpcServerSetup, free_port
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.speculation.runtimes import draft_config
 from cppbatch.errors import ConfigError, RpcUnreachable
+from cppbatch.retries import Pauses, RestartPauses
 from cppbatch.rpc_endpoint import PROTOCOL, Endpoint, check_worker, parse_endpoint, wait_for_workers
 from cppbatch.sizing.profile import conditions
 from tests.support.fake_workers import FakeWorker, fake_workers
@@ -384,7 +385,7 @@ async def test_an_abort_that_a_lost_worker_causes_blames_no_request(
     fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "check_worker", lambda endpoint: None)
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "_PAUSES", Pauses(0.02, 30.0))
     monkeypatch.setattr(rpc_watch, "_until_lost", _lost_soon)
     monkeypatch.setattr(FakeWorker, "active", {1}, raising=False)
     async with EngineProcess(EngineConfig("m.gguf", rpc=(A,))) as engine:

@@ -13,6 +13,7 @@ import pytest
 
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, RequestUsage
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
+from cppbatch.retries import Pauses
 from cppbatch.server import run_requests as module
 from cppbatch.server.run_requests import Event, run_requests, target_concurrency
 
@@ -78,8 +79,7 @@ async def read(events: AsyncGenerator[Event, None]) -> list[Event]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.002)
+    monkeypatch.setattr(module, "_PAUSES", Pauses(0.001, 0.002))
 
 
 # --- concurrency ----------------------------------------------------------------------------------------------------

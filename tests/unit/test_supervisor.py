@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingParams
-from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.link import Loaded
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.errors import EngineClosed
@@ -68,19 +67,15 @@ async def test_the_fifth_death_in_the_first_steps_names_the_model_and_starts_no_
     [WorkerDied("killed by SIGKILL", set(), external=True), WorkerDied(ABORT, set(), computing=False)],
     ids=["from outside", "while a request was prepared"],
 )
-async def test_other_deaths_do_not_count_against_the_model(
-    fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch, death: WorkerDied
-) -> None:
-    monkeypatch.setattr(supervisor, "_MAX_PAUSE_S", 0.0)
+async def test_other_deaths_do_not_count_against_the_model(fake_workers: list[FakeWorker], death: WorkerDied) -> None:
     async with EngineProcess(EngineConfig("model.gguf")) as engine:
         await die_in_a_row(fake_workers, [death] * 8)
         await until(lambda: len(fake_workers) == 9 and engine.health().status == "ok")
 
 
 async def test_a_model_that_has_computed_a_token_is_not_to_blame(
-    fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+    fake_workers: list[FakeWorker],
 ) -> None:
-    monkeypatch.setattr(supervisor, "_MAX_PAUSE_S", 0.0)
     async with EngineProcess(EngineConfig("model.gguf")) as engine:
         await die_in_a_row(fake_workers, [WorkerDied(ABORT, set()) for _ in range(4)])
         await until_ready(fake_workers, 4)
@@ -114,7 +109,6 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
 ) -> None:
     """The chat template and the tokens so far are those of the model that was there at the start."""
     start = FakeWorker.start
-    monkeypatch.setattr(supervisor, "_MAX_PAUSE_S", 0.01)
 
     async def start_another(config: EngineConfig, runtime: str | None) -> FakeWorker:
         worker = await start(config, runtime)

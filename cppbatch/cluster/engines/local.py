@@ -92,7 +92,7 @@ class LocalEngine(WorkerEngine):
         self._stats.received(stats)
         self._end_loading()
 
-    def on_ended(self, error: Exception | None) -> None:
+    def on_ended(self, error: BaseException | None) -> None:
         """Ends all requests. `error`: why the engine cannot be used; None: it was closed."""
         self._stats.reset()
         self._live.reset()
@@ -105,6 +105,7 @@ class LocalEngine(WorkerEngine):
     async def close(self) -> None:
         """Closes the engine after the current step; aborts loading."""
         self._closed = True
+        self._thread.stop()  # now, not when a thread is free: no request may follow
         await asyncio.to_thread(self._thread.close)
 
 
@@ -168,14 +169,13 @@ class _EngineThread:
             self.stop()
         try:
             worker.run()
-        except Exception as error:  # a bug
+            self._call(LocalEngine.on_ended, None)
+        except BaseException as error:  # a bug
             log.exception("the engine failed")
             self._end(error, f"{type(error).__name__}: {error}")
-        finally:
-            worker.close()
-            self._call(LocalEngine.on_ended, None)
+        worker.close()
 
-    def _end(self, error: Exception, message: str) -> None:
+    def _end(self, error: BaseException, message: str) -> None:
         self.health = Health(status="failed", error=message)
         self._call(LocalEngine.on_ended, error)
 

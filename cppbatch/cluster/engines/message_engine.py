@@ -214,7 +214,7 @@ class MessageEngine(EngineClient, Generic[Request]):
         for request in self._in_flight:
             self._end(request, reason, error)
 
-    def _end_loading(self, error: Exception | None = None) -> None:
+    def _end_loading(self, error: BaseException | None = None) -> None:
         """Lets `loaded` return or raise, if the model was still being loaded."""
         if not self._loaded.done():
             if error:

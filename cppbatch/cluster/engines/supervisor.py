@@ -23,6 +23,7 @@ from cppbatch.config import SETTINGS, EngineConfig, setting_name
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import CppBatchError, LoadInterrupted, ModelError, OutOfMemory, RpcUnreachable
+from cppbatch.retries import Pauses
 from cppbatch.rpc_endpoint import check_worker, parse_endpoint
 
 log = logging.getLogger("cppbatch.cluster")
@@ -31,7 +32,7 @@ Result = TypeVar("Result")
 
 _MAX_FAILURES = 5  # consecutive deaths without a token in between, after which requests fail
 _MAX_EXTERNAL_KILLS = 20  # consecutive deaths with a (probably) external cause
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
+_PAUSES = Pauses(0.2, 30.0)  # before the next worker, after consecutive deaths
 _FAULTS = ("SIGSEGV", "SIGILL", "SIGBUS")
 _LOAD_ERRORS = (
     errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError, errors.OutOfMemory,
@@ -402,7 +403,7 @@ class Supervisor:
         log.error("the worker died (%s), %d in a row; starting another one", why, n_in_a_row)
         reason = f"{n_in_a_row} workers died in a row; the last one: {why}"
         self._listener.on_worker_died(active, reason if give_up else None)
-        await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(n_in_a_row, 16)))
+        await asyncio.sleep(_PAUSES.after(n_in_a_row))
 
 
 def _load_error(message: LoadFailed) -> CppBatchError:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Protocol
 
 from cppbatch.cluster.engines.client import WorkerLive, WorkerState
-from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests, LatestState
+from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests
+from cppbatch.cluster.engines.latest_state import LatestState
 from cppbatch.cluster.engines.message_engine import MessageEngine
 from cppbatch.cluster.link import (
     Answer,

@@ -1,4 +1,4 @@
-"""An engine that answers the messages of `cluster/link.py`: in a worker process, or on a thread of the server."""
+"""An engine that answers the messages of `cluster/link.py`: in a worker process, or on a thread of a `LocalEngine`."""
 
 from __future__ import annotations
 

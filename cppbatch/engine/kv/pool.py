@@ -12,7 +12,6 @@ from cppbatch.engine.kv.prefix_memory import CHANCE_OF_REUSE, PrefixMemory
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import LlamaError
 
-_MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as reusing it
 _CHECKPOINT_SHARE = 0.05  # fraction of a prompt's computation time that its checkpoints may take
 
 
@@ -82,14 +81,15 @@ class KVPool(PrefixMemory):
         prompt, start = sequence.tokens[: sequence.n_prompt], sequence.n_computed
         step = max(self._places.min_step, self._part_cost.tokens_for(_CHECKPOINT_SHARE))
         places = map(sequence.before_media, (*self._places.of_prompt(prompt, start, step), branch))
+        least = max(self.cache.costs.min_cached, start + 1)
         for n in dict.fromkeys(places):
-            if n >= max(_MIN_CACHED, start + 1) and not self.cache.has_checkpoint(prompt[:n], sequence.salt):
+            if n >= least and not self.cache.has_checkpoint(prompt[:n], sequence.salt):
                 sequence.stop_at(n)
 
     def _plan_swap_in(self, sequence: Seq) -> None:
         """Plans to restore the whole state. Then the sequence shares the cells of a prefix that is already in cells."""
         match = self.cache.longest_in_cells(sequence)
-        if match and match.n < _MIN_CACHED:
+        if match and match.n < self.cache.costs.min_cached:
             match = None
         source, n = (match.source, match.n) if match else (None, 0)
         self._take_id(sequence, source)
@@ -123,7 +123,7 @@ class KVPool(PrefixMemory):
         """Whether to save a cached prefix before its cells are truncated to `n` tokens."""
         n_lost = cached.n_computed - n
         chance = CHANCE_OF_REUSE * n_lost / cached.n_computed
-        return n_lost >= _MIN_CACHED and self._save_cost.is_worth(cached.n_computed, chance)
+        return n_lost >= self.cache.costs.min_cached and self._save_cost.is_worth(cached.n_computed, chance)
 
     def _reuse_prefix(self, sequence: Seq, match: Match) -> None:
         source, n = match.source, match.n
@@ -234,7 +234,7 @@ class KVPool(PrefixMemory):
         """Frees the memory of a finished sequence. `keep`: its tokens become a cached prefix, if useful."""
         if sequence.seq_id >= 0:
             n = sequence.before_media(min(sequence.n_computed, sequence.n_exact))
-            keep = keep and n >= _MIN_CACHED and self.cache.wants(sequence)
+            keep = keep and n >= self.cache.costs.min_cached and self.cache.wants(sequence)
             if keep and n < sequence.n_computed and (keep := self._memory.remove(sequence.seq_id, sequence.span(n))):
                 sequence.cells, sequence.n_computed = self._cells.cut(sequence.cells, n), n
             if keep:

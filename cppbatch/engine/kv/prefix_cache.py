@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import NamedTuple
 
 from cppbatch.engine.kv.cached_prefix import CachedPrefix, Checkpoint, Match, Salt, Source
 from cppbatch.engine.kv.checkpoints import StateWithParts
@@ -11,11 +12,23 @@ from cppbatch.engine.kv.radix_tree import RadixTree, Tokens
 from cppbatch.engine.kv.sharing import PrefixSharing
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 
-_WORTH_WAITING_TOKENS = 24  # tokens: wait for a prefix being computed if it saves this many more than the best one now
-_COST_OF_SHARING, _COST_OF_COPYING = 4, 16  # the time to share or copy a prefix, in computed tokens
 _NEVER_REUSED = 4  # factor on the age of an entry that has never been reused
 _MAX_HOST_PREFIXES = 4096  # with checkpoints, in host memory: a lookup may iterate over all of them, in half a ms
 _COPIED_AT_ONCE = 100  # tokens copied in the time to compute one; measured: about 200
+
+
+class ReuseCosts(NamedTuple):
+    """What the reuse of a prefix costs, in computed tokens."""
+
+    share: int = 4
+    copy: int = 16
+    min_cached: int = 20
+    """Computing a shorter prefix is as fast as reusing it."""
+    worth_waiting: int = 24
+    """A sequence waits for a prefix being computed if it saves this many more tokens than the best one now."""
+
+
+REUSE_COSTS = ReuseCosts()
 
 
 class PrefixCache:
@@ -26,9 +39,17 @@ class PrefixCache:
     evicted from cells.
     """
 
-    def __init__(self, sharing: PrefixSharing, *, host_bytes: int, tier: PrefixTier | None = None) -> None:
+    def __init__(
+        self,
+        sharing: PrefixSharing,
+        *,
+        host_bytes: int,
+        tier: PrefixTier | None = None,
+        costs: ReuseCosts = REUSE_COSTS,
+    ) -> None:
         """`tier`: the one below host memory."""
         self.sharing = sharing
+        self.costs = costs
         self.tier = tier
         self.host_bytes = host_bytes
         self.used_host_bytes = 0
@@ -63,10 +84,10 @@ class PrefixCache:
         """The best prefix to reuse now, and whether the sequence should wait because a better one is being computed.
 
         The best prefix saves the most tokens, minus the cost of reusing it. The last token is always computed, because
-        its logits are needed. `sequence` waits if a sequence of earlier rank is computing a prefix that is at least 24
-        tokens better. It also waits if that sequence is already the best source: reusing more of it later is never
-        slower than recomputing the rest. So two equal new prompts, or `n` choices of one, are computed once. It also
-        waits while a longer prefix is read from disk.
+        its logits are needed. `sequence` waits if a sequence of earlier rank is computing a prefix that is better by
+        `worth_waiting` tokens. It also waits if that sequence is already the best source: reusing more of it later is
+        never slower than recomputing the rest. So two equal new prompts, or `n` choices of one, are computed once. It
+        also waits while a longer prefix is read from disk.
         """
         best, best_gain = None, 0
         ahead, coming = None, 0
@@ -82,14 +103,14 @@ class PrefixCache:
             usable, checkpoint = self._usable(source, n, checkpoints)
             if (whole := sequence.before_media(usable)) < usable:  # the source is computing an image
                 usable = whole if self.sharing.shares_prefixes else 0
-            gain = usable - (_COST_OF_SHARING if source is own else self._cost(source, usable))
+            gain = usable - (self.costs.share if source is own else self._cost(source, usable))
             if gain > best_gain:
                 is_cut = checkpoint is None and usable < source.n_computed
                 best, best_gain = Match(source, usable, checkpoint, is_cut, of_slot=source is own), gain
             if isinstance(source, Seq) and n > max(coming, source.n_computed) and self._comes_first(source, sequence):
                 ahead, coming = source, n
         best_is_ahead = best is not None and best.source is ahead
-        if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING_TOKENS):
+        if ahead is None or not (best_is_ahead or coming >= best_gain + self.costs.worth_waiting):
             return best, self.tier is not None and self.tier.is_coming(sequence, best.n if best else 0)
         if not self.sharing.shares_prefixes:  # its prefill stops there, so that the prefix equals its computed tokens
             ahead.stop_at(coming)
@@ -129,7 +150,7 @@ class PrefixCache:
         """The time to reuse `n` tokens, in computed tokens. A copy has all tokens of the source."""
         stays = isinstance(source, CachedPrefix) and self.sharing.continues_in_place(n, source.n_computed)
         is_copied = source.seq_id < 0 or not (stays or self.sharing.shares_any_cells)
-        return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_SHARING
+        return self.costs.copy + source.n_computed // _COPIED_AT_ONCE if is_copied else self.costs.share
 
     def _usable(self, source: Source, n: int, checkpoints: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
         """How many of the first `n` tokens can currently be reused from the source, and the required checkpoint.

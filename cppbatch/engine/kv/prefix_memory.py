@@ -18,7 +18,7 @@ from cppbatch.engine.kv.cached_prefix import CachedPrefix, Salt
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces, StateWithParts
 from cppbatch.engine.kv.memory import OUT_OF_MEMORY, Memory
 from cppbatch.engine.kv.moves import MoveQueue
-from cppbatch.engine.kv.prefix_cache import PrefixCache
+from cppbatch.engine.kv.prefix_cache import REUSE_COSTS, PrefixCache, ReuseCosts
 from cppbatch.engine.kv.prefix_tier import PrefixTier, TierLimits
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import SaveCost
@@ -41,8 +41,8 @@ class PrefixMemory(CellAccounting):
     hold; attention iterates over these cells too, which slows every row down (docs/decisions/0005). `shifts_cells`:
     whether a context shift can move the positions of cells; otherwise it recomputes them. `on_gpu`: prefixes are copied
     between streams on the device, not through host memory. `places`: where prompts get checkpoints, if the memory can
-    only be truncated there; None: no checkpoints. `tier`: cached prefixes below host memory. `token_s`: as in
-    `SaveCost`. `clock`: seconds, to time saves.
+    only be truncated there; None: no checkpoints. `tier`: cached prefixes below host memory. `reuse_costs`: those
+    of `PrefixCache`. `token_s`: as in `SaveCost`. `clock`: seconds, to time saves.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class PrefixMemory(CellAccounting):
         on_gpu: bool = False,
         places: CheckpointPlaces | None = None,
         tier: PrefixTier | None = None,
+        reuse_costs: ReuseCosts = REUSE_COSTS,
         token_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -67,7 +68,7 @@ class PrefixMemory(CellAccounting):
         self._shifts_cells = shifts_cells
         self._cached_share = cached_share
         self._save_cost, self._part_cost = SaveCost(token_s), SaveCost(token_s)
-        cache = self.cache = PrefixCache(SHARING[sharing](memory), host_bytes=cache_bytes, tier=tier)
+        cache = self.cache = PrefixCache(SHARING[sharing](memory), host_bytes=cache_bytes, tier=tier, costs=reuse_costs)
         self.moves = MoveQueue(
             memory, self._cells, self._save_cost, clock, swap_bytes=swap_bytes, on_gpu=on_gpu,
             uncount=cache.uncount, keep_part=cache.keep_part if places else None,

@@ -40,12 +40,13 @@ from cppbatch.jobs.job_runner import JobRunner, RequestSlots, reject_unanswered
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.ledger import Ledger
 from cppbatch.jobs.request_order import chunks
+from cppbatch.retries import Pauses
 
 T = TypeVar("T")
 
 log = logging.getLogger("cppbatch.jobs")
 
-FIRST_RETRY_S = 30.0
+RETRIES = Pauses(30.0, 600.0)
 _MODEL_CHECK_S = 5.0  # whether a server with several models has got the model of a batch
 _EXPIRED = "This request could not be executed before the completion window expired."
 
@@ -216,7 +217,7 @@ class ActiveBatch:
     async def _with_retry(self, step: Callable[[], Awaitable[T]]) -> T:
         """Runs `step`, and retries with backoff on any error except `ConfigError`, such as a full disk or a closed
         engine, which may restart."""
-        pause = FIRST_RETRY_S
+        pauses = iter(RETRIES)
         while True:
             try:
                 return await step()
@@ -224,9 +225,9 @@ class ActiveBatch:
                 raise
             except Exception as error:
                 unexpected = None if isinstance(error, StorageError | EngineClosed) else error
+                pause = next(pauses)
                 log.error("%s is paused; retrying in %g s: %s", self.record.batch.id, pause, error, exc_info=unexpected)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, 600.0)
 
     # --- validating ---------------------------------------------------------------------------------------------
 
@@ -450,19 +451,10 @@ def read_batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterat
     with InputReader(input_format, urls) as reader:
         for entry in reader:
             if isinstance(entry, JobRequest) and entry.url != endpoint:
-                yield _wrong_endpoint(entry, endpoint)
+                message = f"url: is {entry.url}; it must be the endpoint of the batch, {endpoint}"
+                yield entry.rejected("mismatched_endpoint", message)
             else:
                 yield entry
-
-
-def _wrong_endpoint(request: JobRequest, endpoint: str) -> RejectedLine:
-    return RejectedLine(
-        line=request.line,
-        code="mismatched_endpoint",
-        message=f"url: is {request.url}; it must be the endpoint of the batch, {endpoint}",
-        custom_id=request.custom_id,
-        content_hash=request.content_hash,
-    )
 
 
 def validate_input(entries: Iterable[JobRequest | RejectedLine], stop: threading.Event) -> ValidationResult:

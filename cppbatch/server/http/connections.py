@@ -18,6 +18,8 @@ from aiohttp import HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http import StreamWriter
 from aiohttp.typedefs import Handler
 
+from cppbatch.retries import Pauses
+
 log = logging.getLogger("cppbatch.server")
 
 HEAD_SECONDS = 20.0
@@ -320,7 +322,7 @@ def max_connections() -> int:
 # next chunk (RFC 9112, 7.1: a size may have any number of digits).
 
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0  # seconds; each pause is twice the one before
+_PAUSES = Pauses(0.1, 30.0)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _MAX_ZEROS = 4  # before the size of a chunk: Go's client accepts 16 digits
 
@@ -334,9 +336,9 @@ class PeerProbe:
         self._transport, self._answered, self._is_gone = transport, answered, is_gone
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._loop = asyncio.get_running_loop()
-        self._began, self._pause = self._loop.time(), _FIRST_PAUSE
+        self._began, self._pauses = self._loop.time(), iter(_PAUSES)
         self._n_zeros, self._n_sent = 0, 0  # before the next chunk; bytes of the response before it
-        self._next = self._loop.call_later(self._pause, self._probe)
+        self._next = self._loop.call_later(next(self._pauses), self._probe)
 
     def stop(self) -> None:
         """The connection is closed."""
@@ -356,6 +358,5 @@ class PeerProbe:
             self._n_sent = writer.output_size
             if self._n_zeros <= _MAX_ZEROS:
                 self._transport.write(b"0")
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._next = self._loop.call_later(self._pause, self._probe)
+        self._next = self._loop.call_later(next(self._pauses), self._probe)
         return None

@@ -1,4 +1,4 @@
-"""What the routes about models tell: of a file, a loaded model, a template."""
+"""Descriptions of models for the routes of Ollama's API: of a file, a loaded model, a template."""
 
 from __future__ import annotations
 
