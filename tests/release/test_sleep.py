@@ -125,8 +125,8 @@ def test_a_server_sleeps_and_wakes_for_a_request_with_the_same_answer(default_mo
         wait_for_sleep(server)
 
 
-def test_a_prefix_on_disk_survives_the_sleep(default_model: Path, tmp_path: Path) -> None:
-    flags = ("-m", default_model, "-c", "8192", "-np", "2", "--data-dir", tmp_path / "data")
+def test_a_prefix_on_disk_survives_the_sleep(tiny_llama: Path, tmp_path: Path) -> None:
+    flags = ("-m", tiny_llama, "-c", "8192", "-np", "2", "--data-dir", tmp_path / "data")
     question = {"prompt": "All of this is read only once. " * 80 + "The end:", "max_tokens": 4, "temperature": 0}
     with ServerProcess(
         *flags, "--sleep-idle-seconds", "1", "--prefix-cache-disk", f"{tmp_path / 'prefixes'},1"

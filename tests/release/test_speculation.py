@@ -62,7 +62,8 @@ def without_drafts(model: Path, layout: KvLayout, *, greedy: bool) -> list[Compl
     [
         # In each run with preemptions, too: the next test.
         pytest.param("unified", True, id="unified-greedy", marks=pytest.mark.nightly),
-        pytest.param("per-sequence", False, id="per-sequence-sampled"),
+        # Of tiny models in each run: tests/integration/test_rollback.py.
+        pytest.param("per-sequence", False, id="per-sequence-sampled", marks=pytest.mark.nightly),
         pytest.param("unified", False, id="unified-sampled", marks=pytest.mark.soak),
         pytest.param("per-sequence", True, id="per-sequence-greedy", marks=pytest.mark.soak),
     ],
