@@ -13,7 +13,6 @@ from cppbatch.models.pull import DEFAULT
 from cppbatch.models.synthetic import LlamaShape, byte_vocab, write_llama
 from tests.support import preloaded
 from tests.support.preloaded_worker import PreloadedWorker
-from tests.support.server_process import ServerProcess
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -49,7 +48,7 @@ def preloaded_processes() -> Iterator[None]:
     """Servers and workers do not import their packages anew: the imports were most of their processor time."""
     with pytest.MonkeyPatch.context() as patch:
         if preloaded.AVAILABLE:
-            patch.setattr(ServerProcess, "are_preloaded", True)
+            patch.setattr(preloaded, "is_used", True)
             patch.setattr(process, "WorkerProcess", PreloadedWorker)
         yield
 
@@ -61,7 +60,7 @@ def stand_in(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     Its texts end where a request's limits say; its thousands of tokens have the ids that examples give.
     """
     folder = tmp_path_factory.mktemp("stand-in")
-    shape = LlamaShape(n_head=2, n_head_kv=1, n_ctx_train=2048)  # heads of 32, as quantised cells require
+    shape = LlamaShape(n_head=2, n_head_kv=1, n_ctx_train=8192)  # heads of 32, as quantised cells require
     source = write_llama(folder / DEFAULT.file_name, shape, vocab=byte_vocab(4096), chat_template=TEMPLATE)
     copy = folder / default_model.name
     if copy != source:

@@ -20,9 +20,10 @@ import pytest
 
 from cppbatch.cli import main
 from cppbatch.jobs.ledger import Ledger
+from tests.support import preloaded
 from tests.support.batch_files import is_same_text
 from tests.support.job_results import ids_of, lines_of
-from tests.support.preloaded import AVAILABLE, PreloadedProcess
+from tests.support.preloaded import PreloadedProcess
 from tests.support.server_process import COMMAND
 
 FAST = ("-np", "8", "-c", "2048", "-t", "1", "--no-memory-check")
@@ -89,7 +90,7 @@ def choices_of(path: Path) -> dict[str, Any]:
 
 def started(command: list[str], **options: Any) -> subprocess.Popen[str] | PreloadedProcess:
     """The command in a separate process."""
-    if AVAILABLE:
+    if preloaded.is_used:
         return PreloadedProcess(command[len(COMMAND) :], **options)
     return subprocess.Popen(command, text=True, **options)
 

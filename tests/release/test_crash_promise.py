@@ -35,8 +35,8 @@ FLAGS = ("-np", str(N), "-c", "8192", "--step-timeout", "10", "-ctk", "f32", "-c
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """Of the tiny model, one that lets the texts last long enough."""
     model = request.getfixturevalue(request.param)
-    paced = {"module": "tests.support.paced_server"} if request.param == "tiny_llama" else {}
-    with ServerProcess("-m", model, *FLAGS, **paced) as process:
+    module = "tests.support.paced_server" if request.param == "tiny_llama" else "cppbatch"
+    with ServerProcess("-m", model, *FLAGS, module=module) as process:
         yield process.wait_ready()
 
 

@@ -155,7 +155,7 @@ def test_each_program_runs_and_prints(
 def test_each_command_runs_and_prints(commands: str, models: Models, servers: Servers) -> None:
     """Those with the default model in new interpreters, as users start them."""
     places = {"python": sys.executable, "cppbatch": f"{sys.executable} -m cppbatch"}
-    if models == "stand-in" and preloaded.AVAILABLE:
+    if models == "stand-in" and preloaded.is_used:
         places["cppbatch"] = f"{sys.executable} -S {preloaded.__file__} {preloaded.preloader().socket}"
     ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: places[name[1]], commands)
     printed = run("bash", "-euo", "pipefail", "-c", on_servers(ours, servers, models)).strip()

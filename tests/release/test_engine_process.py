@@ -59,7 +59,7 @@ def processes() -> set[psutil.Process]:
     """The running workers of this process."""
     ours = psutil.Process().children()
     workers = {child for child in ours if "cppbatch.cluster.worker.main" in child.cmdline()}
-    return workers | set(preloaded.preloader().running() if preloaded.AVAILABLE else [])
+    return workers | set(preloaded.preloader().running() if preloaded.is_used else [])
 
 
 @contextlib.asynccontextmanager

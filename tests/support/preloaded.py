@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 AVAILABLE = sys.platform == "linux"
 """Elsewhere a fork of a process with threads, such as those of numpy, may hang."""
+is_used = False
+"""Whether servers, workers and commands start like this; set by rings that start many."""
 
 _MAX_ANSWER = 1 << 10
 
@@ -67,7 +69,8 @@ class Preloader:
         """The commands that have not ended."""
         import psutil
 
-        return psutil.Process(self._process.pid).children()
+        children: list[psutil.Process] = psutil.Process(self._process.pid).children()
+        return children
 
     def close(self) -> None:
         """Ends it. The commands continue."""

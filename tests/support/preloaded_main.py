@@ -17,7 +17,8 @@ from typing import Any
 _IMPORTED_BY_COMMANDS = (
     "aiohttp", "cppbatch.bench.memory_report", "cppbatch.cli.batch_command", "cppbatch.cli.chat_command",
     "cppbatch.cli.doctor_command", "cppbatch.cli.generate_command", "cppbatch.cli.memory_command",
-    "cppbatch.cli.models_command", "cppbatch.cli.serve_command", "cppbatch.cluster.deployment",
+    "cppbatch.cli.models_command", "cppbatch.cli.rpc_worker_command", "cppbatch.cli.serve_command",
+    "cppbatch.cluster.deployment", "cppbatch.cluster.rpc_server_process",
     "cppbatch.cluster.worker.main",
     "cppbatch.server.api.batches.offline", "cppbatch.server.run_server",
 )  # fmt: skip

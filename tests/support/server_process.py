@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 
+from tests.support import preloaded
 from tests.support.blocking_client import BlockingClient
-from tests.support.preloaded import AVAILABLE, PreloadedProcess
+from tests.support.preloaded import PreloadedProcess
 
 COMMAND = [sys.executable, "-m", "cppbatch"]
 
@@ -28,11 +29,7 @@ class ServerProcess(BlockingClient):
 
     `in_group`: its processes are a group of their own, which `kill_group` ends. `python`: the interpreter that has
     cppbatch, if it is not the one of the test. `module`: its program, such as `tests.support.paced_server`.
-    `preloaded`: whether its process has imported cppbatch already; None: as `are_preloaded` says.
     """
-
-    are_preloaded = False
-    """Set by the rings whose servers are started often."""
 
     def __init__(
         self,
@@ -40,14 +37,13 @@ class ServerProcess(BlockingClient):
         in_group: bool = False,
         python: str | Path = sys.executable,
         module: str = "cppbatch",
-        preloaded: bool | None = None,
     ) -> None:
         serve = ["serve", "--port", "0", *map(str, args)]
         options: dict[str, Any] = {
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": in_group,
         }  # fmt: skip
         self.process: subprocess.Popen[str] | PreloadedProcess
-        if (self.are_preloaded if preloaded is None else preloaded) and AVAILABLE and str(python) == sys.executable:
+        if preloaded.is_used and str(python) == sys.executable:
             program = "cppbatch.cli" if module == "cppbatch" else module
             self.process = PreloadedProcess(serve, module=program, **options)
         else:
