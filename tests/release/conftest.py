@@ -22,10 +22,12 @@ TEMPLATE = (
 LONGEST = [
     "test_docs",
     "test_engine_process",
-    "test_examples",
-    "test_batch_command",
-    "test_abuse",
     "test_out_of_memory",
+    "test_sleep",
+    "test_autoscaling",
+    "test_examples",
+    "test_abuse",
+    "test_serve",
 ]
 
 

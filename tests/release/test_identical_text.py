@@ -24,7 +24,7 @@ PROMPTS = [
     "In 1969, ",
     *("History of the town: " + STORY * n + "Then" for n in range(1, 9)),
 ]
-N_TOKENS = pytest.mark.parametrize("n_tokens", [8, pytest.param(32, marks=pytest.mark.soak)])
+N_TOKENS = pytest.mark.parametrize("n_tokens", [6, pytest.param(32, marks=pytest.mark.soak)])
 
 
 @cache

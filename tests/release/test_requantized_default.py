@@ -21,8 +21,12 @@ def suited_type(default_model: Path, default_source: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def suited_copy(suited_type: str, default_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def suited_copy(
+    suited_type: str, default_model: Path, default_source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The default model with other weights."""
+    if default_model != default_source:
+        return default_model
     plan = plan_type(default_source, suited_type)
     return once_a_run(tmp_path_factory, f"default-{suited_type}.gguf", lambda path: requantize(plan, path))
 
