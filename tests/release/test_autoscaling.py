@@ -18,6 +18,7 @@ from cppbatch import EngineConfig, GenerationRequest, SamplingParams
 from cppbatch.cluster import rules
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.sizing import memory_check
 from cppbatch.sizing.memory_check import memory_shortage
 from tests.support import tiny_models
@@ -50,6 +51,9 @@ async def group(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     defaults = AutoscaledGroup.__init__.__kwdefaults__
     assert defaults
     monkeypatch.setitem(defaults, "interval", 0.05)
+    paced = EngineProcess.__init__.__kwdefaults__  # their requests wait, and need little CPU meanwhile
+    assert paced
+    monkeypatch.setitem(paced, "runtime", "tests.support.failing_runtimes:paced")
     deployment = Deployment(max_workers=3, downscale_delay=1.0, memory_shortage=memory_shortage)
     group = deployment.start(config)
     assert isinstance(group, AutoscaledGroup)
@@ -69,9 +73,9 @@ async def clients(group: AutoscaledGroup, n: int, end: asyncio.Event) -> list[li
     """Texts of `n` clients: each requests the same text repeatedly, until `end`."""
 
     async def client(i: int) -> list[str]:
-        texts = [await text(group, i, 100)]
+        texts = [await text(group, i, 50)]
         while not end.is_set():
-            texts.append(await text(group, i, 100))
+            texts.append(await text(group, i, 50))
         return texts
 
     return await asyncio.gather(*(client(i) for i in range(n)))
@@ -80,11 +84,12 @@ async def clients(group: AutoscaledGroup, n: int, end: asyncio.Event) -> list[li
 async def test_a_burst_starts_workers_and_they_end_after_it_with_the_texts_of_one_worker(
     group: AutoscaledGroup,
 ) -> None:
-    alone = await asyncio.gather(*(text(group, i, 100) for i in range(4)))
+    alone = await asyncio.gather(*(text(group, i, 50) for i in range(4)))
     assert group.scaling().scale_ups == 0
     end = asyncio.Event()
-    burst = asyncio.create_task(clients(group, 64, end))
+    burst = asyncio.create_task(clients(group, 32, end))
     await until(lambda: group.scaling().running == 3)
+    await asyncio.sleep(1)  # some texts of the third worker
     end.set()
     states = await group.workers()
     assert [state.name for state in states] == ["0", "1", "2"]
@@ -99,14 +104,14 @@ async def test_a_burst_starts_workers_and_they_end_after_it_with_the_texts_of_on
     await until(lambda: group.scaling().running == 1 and not group.scaling().draining)
     assert (group.scaling().scale_ups, group.scaling().scale_downs) == (2, 2)
     assert [state.name for state in await group.workers()] == ["0"]
-    assert await asyncio.gather(*(text(group, i, 100) for i in range(4))) == alone
+    assert await asyncio.gather(*(text(group, i, 50) for i in range(4))) == alone
 
 
 async def test_a_draining_worker_that_is_killed_finishes_its_streams(group: AutoscaledGroup) -> None:
-    expected = await asyncio.gather(*(text(group, i, 450) for i in range(2)))
+    expected = await asyncio.gather(*(text(group, i, 150) for i in range(2)))
     await (other := group._start_worker(1)).loaded()
     group._add(other)
-    streams = asyncio.gather(*(text(group, i, 450) for i in range(2)))
+    streams = asyncio.gather(*(text(group, i, 150) for i in range(2)))
     await asyncio.sleep(0.02)
     group._drain_one()
     (draining,) = [state for state in await group.workers() if state.draining]
@@ -122,7 +127,7 @@ async def test_a_worker_that_memory_forbids_is_not_started(
 ) -> None:
     monkeypatch.setattr(memory_check, "free_host_memory", lambda: 5 << 20)
     end = asyncio.Event()
-    burst = asyncio.create_task(clients(group, 40, end))
+    burst = asyncio.create_task(clients(group, 24, end))
     await until(lambda: group.scaling().held_back is not None)
     end.set()
     await burst
@@ -134,7 +139,8 @@ async def test_a_worker_that_memory_forbids_is_not_started(
 def test_a_server_logs_which_workers_start_and_end(tmp_path: Path) -> None:
     model = tiny_models.llama(tmp_path / "tiny.gguf")
     flags = ("--workers", "1..2", "--downscale-delay", "1", "-np", "2", "-c", "1024", "-t", "1", "--data-dir", tmp_path)
-    with ServerProcess("-m", model, *flags) as server, ThreadPoolExecutor(64) as clients:
+    paced = ServerProcess("-m", model, *flags, module="tests.support.paced_server")
+    with paced as server, ThreadPoolExecutor(16) as clients:
         server.wait_ready()
         assert server.get("/health")["scaling"]["running"] == 1
         all_run = Event()
@@ -142,11 +148,11 @@ def test_a_server_logs_which_workers_start_and_end(tmp_path: Path) -> None:
         def client() -> int:
             n = 0
             while n == 0 or not all_run.is_set():
-                body = {"prompt": "The sea is", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-                n += server.post("/v1/completions", body)["usage"]["completion_tokens"] == 300
+                body = {"prompt": "The sea is", "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+                n += server.post("/v1/completions", body)["usage"]["completion_tokens"] == 50
             return n
 
-        answers = [clients.submit(client) for _ in range(64)]
+        answers = [clients.submit(client) for _ in range(16)]
         wait_until(lambda: server.get("/health")["scaling"]["running"] == 2)
         all_run.set()
         assert all(answer.result() for answer in answers)

@@ -20,13 +20,15 @@ import pytest
 
 from cppbatch.cli import main
 from cppbatch.jobs.ledger import Ledger
+from tests.support import preloaded
 from tests.support.batch_files import is_same_text
 from tests.support.job_results import ids_of, lines_of
+from tests.support.preloaded import PreloadedProcess
 from tests.support.server_process import COMMAND
 
-FAST = ("-np", "8", "-c", "2048", "-t", "1", "--no-memory-check")
-FLOATS = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
-"""With these and float weights, a text does not depend on what else is in the batch."""
+FAST = ("-np", "8", "-c", "2048", "-t", "1", "-fa", "off", "--no-memory-check")
+FLOATS = ("-ctk", "f32", "-ctv", "f32")
+"""With these, -fa off and float weights, a text does not depend on what else is in the batch."""
 
 
 def command(model: Path, source: Path, out: Path, *args: str) -> list[str]:
@@ -86,7 +88,14 @@ def choices_of(path: Path) -> dict[str, Any]:
 # --- it continues ---------------------------------------------------------------------------------------------------
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def started(command: list[str], **options: Any) -> subprocess.Popen[str] | PreloadedProcess:
+    """The command in a separate process."""
+    if preloaded.is_used:
+        return PreloadedProcess(command[len(COMMAND) :], **options)
+    return subprocess.Popen(command, text=True, **options)
+
+
+def kill(process: subprocess.Popen[str] | PreloadedProcess) -> None:
     """As a power loss would: the command and its worker, at once."""
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for each in family:
@@ -102,7 +111,7 @@ def dies_and_goes_on(model: Path, tmp_path: Path, *, n_items: int, n_kills: int,
     rng = random.Random(n_items)
     n_done = 0
     for moment in sorted(rng.sample(range(1, n_items * 2 // 3), n_kills)):  # by results, so that it is never the end
-        process = subprocess.Popen(command(model, source, out, *FLOATS, *args), stderr=subprocess.DEVNULL)
+        process = started(command(model, source, out, *FLOATS, *args), stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while len(ids_of_whole(out)) < max(moment, n_done + 1) and process.poll() is None:
             assert time.monotonic() < deadline, "nothing comes"

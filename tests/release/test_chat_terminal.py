@@ -1,4 +1,4 @@
-"""`cppbatch chat` in a real terminal (a PTY), with the default model: stream, Ctrl-C, several lines, /retry, /save."""
+"""`cppbatch chat` in a real terminal (a PTY): stream, Ctrl-C, several lines, /retry, /save."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ import pty
 import struct
 import termios
 
+PACED = "tests.support.paced_server"  # an answer lasts long enough to be stopped
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[()][A-Z0-9]|[=>78])")
 _SUMMARY = r"(\d+) tokens ·(?: [\d.]+ tokens/s ·)? first token after [\d.]+ s"
 
@@ -36,9 +37,10 @@ _WITH_CTRL_C = (
 
 
 class Terminal:
-    """A program in a terminal of 90 columns."""
+    """A program in a terminal of 90 columns. `story`, `capital`: texts in the model's answers."""
 
-    def __init__(self, *command: str, state: Path) -> None:
+    def __init__(self, *command: str, state: Path, story: str = "", capital: str = "") -> None:
+        self.story, self.capital = story, capital
         self._at, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "XDG_STATE_HOME": str(state)}
@@ -76,16 +78,28 @@ class Terminal:
         os.close(self._at)
 
 
-@pytest.fixture(params=["in this process", "with a server"])
-def terminal(request: pytest.FixtureRequest, default_model: Path, tmp_path: Path) -> Iterator[Terminal]:
+@pytest.fixture(
+    params=[
+        ("in this process", "default_model"),
+        ("with a server", "stand_in"),
+        pytest.param(("with a server", "default_model"), marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
+    where, name = request.param
+    model = request.getfixturevalue(name)
     command = [sys.executable, "-m", "cppbatch", "chat", "--temp", "0"]
+    said = {"story": "sea", "capital": "Paris"} if name == "default_model" else {}
+    if name != "default_model":
+        command += ["-n", "200"]  # it ends no text by itself
     with contextlib.ExitStack() as stack:
-        if request.param == "with a server":
-            server = stack.enter_context(ServerProcess("-m", default_model, "-c", "4096", "-np", "2"))
+        if where == "with a server":
+            server = stack.enter_context(ServerProcess("-m", model, "-c", "4096", "-np", "2", module=PACED))
             command += ["--url", server.wait_ready().url]
         else:
-            command += ["-m", str(default_model), "-c", "4096"]
-        opened = Terminal(*command, state=tmp_path)
+            command += ["-m", str(model), "-c", "4096"]
+        opened = Terminal(*command, state=tmp_path, **said)
         stack.callback(opened.close)
         yield opened
 
@@ -98,22 +112,22 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     time.sleep(0.5)
     terminal.type("\x03")
     stopped = terminal.wait_for(_SUMMARY + " · stopped")
-    assert "sea" in stopped
+    assert terminal.story in stopped
     assert "^C" not in stopped
 
     terminal.type("/clear\r")
     terminal.wait_for("a new conversation")
     terminal.type("What is the capital\x1b\rof France?\nAnswer in one word.\r")
-    assert "Paris" in terminal.wait_for(_SUMMARY)
+    assert terminal.capital in terminal.wait_for(f"{_SUMMARY}|cut off after 200 tokens")
 
     terminal.type("/retry\r")
-    assert "Paris" in terminal.wait_for(_SUMMARY)
+    assert terminal.capital in terminal.wait_for(f"{_SUMMARY}|cut off after 200 tokens")
 
     terminal.type(f"/save {tmp_path / 'talk.json'}\r")
     terminal.wait_for("saved 2 messages(.*\n)*.*> ")
     asked, answered = json.loads((tmp_path / "talk.json").read_text())
     assert asked["content"] == "What is the capital\nof France?\nAnswer in one word."
-    assert "Paris" in answered["content"]
+    assert terminal.capital in answered["content"]
 
     terminal.type("\x03")
     terminal.wait_for("press Ctrl-C again, or Ctrl-D, to quit(.*\n)*.*> ")

@@ -1,4 +1,4 @@
-"""The promise on the real model, over HTTP: workers die and hang under 16 streams, and no client notices."""
+"""Over HTTP: workers die and hang under 16 streams, and no client notices. At night also on the default model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.support.fixtures import server_process
 from tests.support.server_process import ServerProcess
 
 N = 16
@@ -31,7 +30,14 @@ KINDS: list[dict[str, Any]] = [
 
 FLAGS = ("-np", str(N), "-c", "8192", "--step-timeout", "10", "-ctk", "f32", "-ctv", "f32")
 
-server = server_process("f32_model", *FLAGS)
+
+@pytest.fixture(scope="module", params=["tiny_llama", pytest.param("f32_model", marks=pytest.mark.nightly)])
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """Of the tiny model, one that lets the texts last long enough."""
+    model = request.getfixturevalue(request.param)
+    module = "tests.support.paced_server" if request.param == "tiny_llama" else "cppbatch"
+    with ServerProcess("-m", model, *FLAGS, module=module) as process:
+        yield process.wait_ready()
 
 
 @pytest.fixture(scope="module")

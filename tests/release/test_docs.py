@@ -12,11 +12,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from cppbatch.llama.library import PINNED_VERSION
-from tests.support import tiny_models
+from tests.support import preloaded, tiny_models
 from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -32,27 +33,56 @@ def blocks(language: str) -> list[str]:
 
 PROGRAMS = blocks("python")
 COMMANDS = [block for block in blocks("bash") if "./scripts/" not in block]  # those two run this test
-LONG = [each for each in COMMANDS if "/cppbatch bench " in each or "examples/speculative_decoding.py" in each]
-"""Measurements of the default model. Those of tiny models are in test_throughput.py, test_roofline.py,
-test_strategies.py, test_bench_serve.py and test_examples.py."""
-PLACES = {"python": sys.executable, "cppbatch": f"{sys.executable} -m cppbatch"}
+LONG = [
+    each
+    for each in COMMANDS
+    if any(part in each for part in ("/cppbatch bench ", "examples/speculative_decoding.py", "memory --shape 8B"))
+]
+"""Measurements of the default model, and the file of a model with 8 billion weights. Those of tiny models are in
+test_throughput.py, test_roofline.py, test_strategies.py, test_bench_serve.py, test_examples.py and
+test_memory_command.py."""
+
+RIGHT = {
+    "What do bees make?": ["capital of France is Paris", "red, blue"],  # of the README
+    "The capital of Japan is": ["Tokyo", "cold"],
+    "LocalEngine(": ["Paris", "Tokyo", "Madrid", "Berlin", "Athens"],
+    "cat $labels": ["positive", "negative"],  # of the README
+}
+"""What the default model answers right in the first examples, by a text in each. It is small: sums it gets wrong."""
+ENDING = ["text_format=Person", "Is this mail spam?"]
+"""What has a text that the model must end by itself, by a text in each."""
+
+Models = Literal["default", "stand-in"]
+
+
+def cases(texts: list[str]) -> list[Any]:
+    """Each program or command with its model: the default one where its answers matter, else a stand-in; at night all
+    with the default one."""
+    found = []
+    for each in texts:
+        needs_default = any(part in each for part in (*RIGHT, *ENDING))
+        nightly = [pytest.mark.nightly]
+        found += [] if needs_default else [pytest.param(each, "stand-in", marks=nightly if each in LONG else [])]
+        found.append(pytest.param(each, "default", marks=[] if needs_default else nightly))
+    return found
 
 
 class Servers:
     """A server for each port that the pages name, started when the first page asks for it."""
 
-    def __init__(self, default_model: Path, folder: Path) -> None:
-        self._arguments: dict[int, list[str | Path]] = {
-            8080: ["-m", default_model],
-            8081: ["-m", default_model, "--pooling", "mean"],
-            8082: ["-m", tiny_models.reranker(folder / "reranker.gguf")],
-        }
-        self._running: dict[int, ServerProcess] = {}
+    def __init__(self, models: dict[Models, Path], folder: Path) -> None:
+        self._models, self._reranker = models, tiny_models.reranker(folder / "reranker.gguf")
+        self._running: dict[tuple[int, Models], ServerProcess] = {}
 
-    def url(self, port: int) -> str:
-        if port not in self._running:
-            self._running[port] = ServerProcess(*self._arguments[port]).wait_ready()
-        return self._running[port].url
+    def url(self, port: int, models: Models) -> str:
+        arguments: dict[int, list[str | Path]] = {
+            8080: ["-m", self._models[models]],
+            8081: ["-m", self._models[models], "--pooling", "mean"],
+            8082: ["-m", self._reranker],
+        }
+        if (port, models) not in self._running:
+            self._running[port, models] = ServerProcess(*arguments[port]).wait_ready()
+        return self._running[port, models].url
 
     def stop(self) -> None:
         for process in self._running.values():
@@ -60,15 +90,24 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(default_model, tmp_path_factory.mktemp("docs"))
+def servers(default_model: Path, stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers({"default": default_model, "stand-in": stand_in}, tmp_path_factory.mktemp("docs"))
     yield servers
     servers.stop()
 
 
-def on_servers(text: str, servers: Servers) -> str:
+@pytest.fixture
+def models(request: pytest.FixtureRequest, stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
+    """Whose folder of models programs and commands find."""
+    chosen: Models = request.param
+    if chosen == "stand-in":
+        monkeypatch.setenv("CPPBATCH_MODELS", str(stand_in.parent))
+    return chosen
+
+
+def on_servers(text: str, servers: Servers, models: Models) -> str:
     """With the addresses of these servers."""
-    return re.sub(r"http://127\.0\.0\.1:(\d+)", lambda url: servers.url(int(url[1])), text)
+    return re.sub(r"http://127\.0\.0\.1:(\d+)", lambda url: servers.url(int(url[1]), models), text)
 
 
 def run(*command: str) -> str:
@@ -87,40 +126,42 @@ def run_here(program: str) -> str:
     return printed.getvalue()
 
 
-RIGHT = {
-    "What do bees make?": ["capital of France is Paris", "red, blue"],  # of the README
-    "The capital of Japan is": ["Tokyo", "cold"],
-    "LocalEngine(": ["Paris", "Tokyo", "Madrid", "Berlin", "Athens"],
-}
-"""What the default model answers right in the first examples, by a text in each. It is small: sums it gets wrong."""
-
-
 def test_the_pages_have_the_programs_and_commands_that_are_tested_here() -> None:
     assert len(PROGRAMS) == 32
     assert len(COMMANDS) == 52
-    assert len(LONG) == 6
+    assert len(LONG) == 7
     for text in RIGHT:
-        assert sum(text in program for program in PROGRAMS) == 1
+        assert sum(text in each for each in (*PROGRAMS, *COMMANDS)) == 1
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_each_program_runs_and_prints(program: str, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def wrong(text: str, printed: str) -> list[str]:
+    """What a program or command should have printed."""
+    right = [answer for part, answers in RIGHT.items() if part in text for answer in answers]
+    return [each for each in right if each.lower() not in printed.lower()]
+
+
+@pytest.mark.parametrize(("program", "models"), cases(PROGRAMS), indirect=["models"])
+def test_each_program_runs_and_prints(
+    program: str, models: Models, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    ours, changes_llama_cpp = on_servers(program, servers), "cppbatch.patch()" in program
+    ours, changes_llama_cpp = on_servers(program, servers, models), "cppbatch.patch()" in program
     printed = run(sys.executable, "-c", ours) if changes_llama_cpp else run_here(ours)
     assert printed.strip()
-    right = [answer for text, answers in RIGHT.items() if text in program for answer in answers]
-    assert [each for each in right if each.lower() not in printed.lower()] == [], printed
+    assert wrong(program, printed) == [], printed
 
 
-@pytest.mark.parametrize(
-    "commands", [pytest.param(each, marks=[pytest.mark.nightly] if each in LONG else []) for each in COMMANDS]
-)
-def test_each_command_runs_and_prints(commands: str, servers: Servers) -> None:
-    ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: PLACES[name[1]], commands)
-    printed = run("bash", "-euo", "pipefail", "-c", on_servers(ours, servers)).strip()
+@pytest.mark.parametrize(("commands", "models"), cases(COMMANDS), indirect=["models"])
+def test_each_command_runs_and_prints(commands: str, models: Models, servers: Servers) -> None:
+    """Those with the default model in new interpreters, as users start them."""
+    places = {"python": sys.executable, "cppbatch": f"{sys.executable} -m cppbatch"}
+    if models == "stand-in" and preloaded.is_used:
+        places["cppbatch"] = f"{sys.executable} -S {preloaded.__file__} {preloaded.preloader().socket}"
+    ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: places[name[1]], commands)
+    printed = run("bash", "-euo", "pipefail", "-c", on_servers(ours, servers, models)).strip()
     assert printed
     assert '"error":{' not in printed, printed
+    assert wrong(commands, printed) == [], printed
 
 
 def test_the_page_of_several_models_runs_from_its_first_command_to_its_last(default_model: Path) -> None:
@@ -139,6 +180,7 @@ def test_the_page_of_several_models_runs_from_its_first_command_to_its_last(defa
     assert [answer["success"] for answer in changed] == [True, True]
 
 
+@pytest.mark.nightly  # writes 0.22 GB of random weights
 def test_the_two_lines_of_the_quickstart_download_no_model(tmp_path: Path) -> None:
     (lines,) = re.findall(r"(\.venv/bin/python scripts/synthetic_model.py .*\n.*serve -m random.gguf\n)", QUICKSTART)
     commands = lines.replace(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from cppbatch.cli.main import cli
 from cppbatch.models.find import models_folder
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.pull import DEFAULT
 from cppbatch.models.requantize import EXACT, target_type
-from tests.support.server_process import COMMAND
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def q4_1(default_model: Path) -> Path:
 
 
 def kernels_of(path: Path) -> dict[str, Any]:
-    command = [*COMMAND, "models", "inspect", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = CliRunner().invoke(cli, ["models", "inspect", "--json", str(path)])
+    assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)["kernels"]
     return found
 

@@ -97,10 +97,16 @@ def test_a_drain_timeout_out_of_range_is_refused() -> None:
 
 
 ENDLESS: dict[str, Any] = {"prompt": "A long story:", "max_tokens": 1900, "ignore_eos": True}
+SIZES = ("-c", "4096", "-np", "2", "-t", "1")
 
 
-def test_requests_that_outlast_the_drain_timeout_get_an_error_and_are_counted(default_model: Path) -> None:
-    with ServerProcess("-m", default_model, "-c", "4096", "-np", "2", "--drain-timeout", "2") as server:
+def paced_server(*arguments: str | Path, **options: Any) -> ServerProcess:
+    """A server that takes 19 seconds for `ENDLESS`."""
+    return ServerProcess(*arguments, *SIZES, module="tests.support.paced_server", **options)
+
+
+def test_requests_that_outlast_the_drain_timeout_get_an_error_and_are_counted(tiny_llama: Path) -> None:
+    with paced_server("-m", tiny_llama, "--drain-timeout", "2") as server:
         server.wait_ready()
         with server.stream("/v1/completions", {**ENDLESS, "stream": True}) as answer:
             answer.readline()
@@ -118,8 +124,8 @@ def test_requests_that_outlast_the_drain_timeout_get_an_error_and_are_counted(de
         server.wait_line("aborted 1 request(s) that did not finish within 2 s")
 
 
-def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) -> None:
-    with ServerProcess("-m", default_model, "-c", "4096", "-np", "2") as server:
+def test_a_second_signal_while_it_drains_ends_it_at_once(tiny_llama: Path) -> None:
+    with paced_server("-m", tiny_llama) as server:
         server.wait_ready()
         with server.stream("/v1/completions", {**ENDLESS, "stream": True}) as answer:
             answer.readline()
@@ -129,10 +135,9 @@ def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) ->
             assert server.wait() == 130
 
 
-def test_running_requests_finish_when_the_terminal_is_closed(default_model: Path) -> None:
+def test_running_requests_finish_when_the_terminal_is_closed(tiny_llama: Path) -> None:
     """It sends SIGHUP, to the whole group and often twice."""
-    options = ["-c", "4096", "-np", "2", "--drain-timeout", "200"]
-    with ServerProcess("-m", default_model, *options, in_group=True) as server:
+    with paced_server("-m", tiny_llama, "--drain-timeout", "200", in_group=True) as server:
         server.wait_ready()
         with server.stream("/v1/completions", {**ENDLESS, "max_tokens": 100, "stream": True}) as answer:
             answer.readline()

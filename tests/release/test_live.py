@@ -79,9 +79,9 @@ async def watch(url: str) -> None:
         assert rested.engine.rows == []
 
 
-def test_sixteen_rows_share_their_prompt_and_a_killed_worker_is_seen_to_come_back(default_model: Path) -> None:
-    sizes = ["-np", N, "-c", 8192, "--kv-layout", "unified"]
-    with ServerProcess("-m", default_model, *map(str, sizes)) as server:
+def test_sixteen_rows_share_their_prompt_and_a_killed_worker_is_seen_to_come_back(tiny_llama: Path) -> None:
+    sizes = ["-np", N, "-c", 8192, "-t", 1, "--kv-layout", "unified"]
+    with ServerProcess("-m", tiny_llama, *map(str, sizes), module="tests.support.paced_server") as server:
         asyncio.run(watch(server.wait_ready().url))
         asyncio.run(end_with_an_open_page(server))
 

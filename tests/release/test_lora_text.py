@@ -30,6 +30,7 @@ from tests.support.lora_texts import (
 )
 
 
+@pytest.mark.nightly  # on a tiny model in each run: tests/integration/test_lora_text.py
 def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
     shape = LlamaShape(n_layer=30, n_embd=576, n_head=9, n_head_kv=3, n_ff=1536)
     files = {name: write_lora(tmp_path / f"{name}.gguf", shape, seed=i, gain=0.6) for i, name in enumerate("xy")}

@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.config import EngineConfig
+from cppbatch.models.synthetic import LlamaShape
 from cppbatch.sizing.sizes import first_beside
 from tests.support import tiny_models
 from tests.support.server_process import ServerProcess
@@ -29,23 +30,23 @@ SIZES = ("-np", "4", "-c", "2048")
 
 
 @pytest.fixture(scope="module")
-def folder(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tiny models and the default one."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tiny models and one with more weights."""
     folder = tmp_path_factory.mktemp("models")
     for i in range(3):
         tiny_models.llama(folder / f"tiny-{i}.gguf", seed=i)
-    (folder / "default.gguf").symlink_to(default_model.resolve())
+    tiny_models.llama(folder / "large.gguf", shape=LlamaShape(n_layer=8, n_embd=256, n_ff=512))
     return folder
 
 
 @pytest.fixture
 def server(folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """It may use the memory of the default model and a tiny one."""
+    """It may use the memory of the large model and a tiny one."""
     needs = [
         first_beside(
             [EngineConfig(str(folder / name), n_ctx=2048, n_parallel=4)], [], [], engines=lambda one: [one]
         ).needs
-        for name in ("default.gguf", "tiny-0.gguf")
+        for name in ("large.gguf", "tiny-0.gguf")
     ]
     memory = sum(needs) + needs[1] // 2 >> 20
     flags = ("--models-dir", folder, "--models-memory", str(memory), "--data-dir", tmp_path, *SIZES)
@@ -70,7 +71,7 @@ class Load:
     async def _client(self, session: aiohttp.ClientSession) -> None:
         while self._left > 0:
             self._left -= 1
-            model = self._random.choice(("tiny-0", "tiny-1", "tiny-2", "default"))
+            model = self._random.choice(("tiny-0", "tiny-1", "tiny-2", "large"))
             n = self._random.randint(2, 24)
             body = {"model": model, "prompt": f"{self._left}:", "max_tokens": n, "ignore_eos": True, "stream": True}
             try:

@@ -59,8 +59,9 @@ def text(events: list[GenerationEvent]) -> str:
 async def test_requests_with_images_and_texts_continue_after_a_worker_is_killed(
     tiny_llama: Path, projector: str
 ) -> None:
-    with BatchInferenceEngine(tiny_llama, mmproj=projector, **SETTINGS) as alone:
-        expected = [alone.generate([its.prompt], greedy(200, ignore_eos=True))[0].text for its in seven()]
+    with BatchInferenceEngine(tiny_llama, mmproj=projector, **SETTINGS) as undisturbed:
+        results = undisturbed.generate([its.prompt for its in seven()], greedy(200, ignore_eos=True))
+    expected = [result.text for result in results]
     async with EngineProcess(tiny_llama, mmproj=projector, **SETTINGS) as engine:
         assert engine.info.modalities == ("image",)
         requests = [
@@ -103,6 +104,7 @@ async def test_texts_do_not_wait_for_an_encoder_and_a_waiting_image_is_cancelled
         assert pictures[-2].cancelled()
 
 
+@pytest.mark.nightly  # a tiny model in each run: tests/integration/test_media.py
 def test_the_default_model_gives_the_same_text_with_images_alone_and_together(f32_model: Path, tmp_path: Path) -> None:
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf", n_embd=576)
     prompts = [MediaPrompt([f"Picture {i}: ", image(i), "\nThis is"]) for i in range(4)]

@@ -24,7 +24,9 @@ def test_generate_is_refused_and_can_insist(tiny_llama: Path, monkeypatch: pytes
 
 
 def test_serve_ends_before_it_loads_what_can_never_fit(default_model: Path) -> None:
-    with ServerProcess("-m", default_model, "-c", "2147483647", "-np", "4", "--kv-layout", "unified") as server:
+    with ServerProcess(
+        "-m", default_model, "-c", "2147483647", "-np", "4", "--kv-layout", "unified", "-fa", "on"
+    ) as server:
         assert server.wait() == 2
     message = "".join(server.errors)
     assert "error: -c 2147483647 -np 4 needs 4" in message  # some 46 TiB

@@ -17,9 +17,11 @@ from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import EstimateFailed, OutOfRange
 from cppbatch.llama import Backend, Batch
+from cppbatch.models.synthetic import LlamaShape
 from cppbatch.sizing import estimate_child
 from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.estimate import Footprint, estimate_memory
+from tests.support import tiny_models
 
 LOGGED = ("weights", "cells", "states", "compute", "output")
 ROUNDED = 2 * 2**20 // 100  # llama.cpp logs hundredths of a MiB
@@ -37,6 +39,16 @@ def really(config: EngineConfig) -> Counter[str]:
         with Backend.get().lines() as lines, load_model(each) as model, make_context(each, model):
             found.append(sizes(read_buffers(lines)))
     return max(found, key=Counter.total)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the cells of the default one (24 KiB a token) and few weights."""
+    shape = LlamaShape(n_layer=48, n_embd=128, n_head=2, n_head_kv=2, n_ff=64)
+    return tiny_models.llama(tmp_path_factory.mktemp("deep") / "deep.gguf", shape=shape)
+
+
+MODELS = pytest.mark.parametrize("model", ["deep", pytest.param("default_model", marks=pytest.mark.nightly)])
 
 
 def assert_predicted(configs: list[EngineConfig], footprints: list[Footprint]) -> None:
@@ -60,8 +72,9 @@ def test_every_kind_of_model_takes_what_is_predicted(kind: str, request: pytest.
     assert_predicted(configs, estimate_memory(configs).footprints)
 
 
-def test_every_type_of_cells_takes_what_is_predicted(default_model: Path) -> None:
-    small = EngineConfig(model_path=str(default_model), n_ctx=2048, n_parallel=4)
+@MODELS
+def test_every_type_of_cells_takes_what_is_predicted(model: str, request: pytest.FixtureRequest) -> None:
+    small = EngineConfig(model_path=str(request.getfixturevalue(model)), n_ctx=2048, n_parallel=4)
     configs = [replace(small, cache_type_k=t, cache_type_v=t) for t in ("f16", "bf16", "q8_0", "q4_0", "f32")]
     configs += [replace(each, kv_layout="per-sequence") for each in configs[:3]]
     assert_predicted(configs, estimate_memory(configs).footprints)
@@ -99,12 +112,14 @@ def taken(config: EngineConfig) -> MeasuredMemory:
     return msgspec.json.decode(done.stdout, type=MeasuredMemory)
 
 
+@MODELS
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
-def test_the_extra_memory_of_16_sequences_is_predicted_to_5_percent(layout: KvLayout, default_model: Path) -> None:
+def test_the_extra_memory_of_16_sequences_is_predicted_to_5_percent(
+    layout: KvLayout, model: str, request: pytest.FixtureRequest
+) -> None:
     """In llama.cpp's allocations, and in the growth of the process once each sequence has its tokens."""
-    config = EngineConfig(
-        model_path=str(default_model), n_ubatch=64, kv_layout=layout, prefix_cache=False, swap_space=0
-    )
+    path = str(request.getfixturevalue(model))
+    config = EngineConfig(model_path=path, n_ubatch=64, kv_layout=layout, prefix_cache=False, swap_space=0)
     one, many = (replace(config, n_parallel=n, n_ctx=256 * n) for n in (1, 16))
     before, after = estimate_memory([one, many]).footprints
     predicted = sizes(after.buffers).total() - sizes(before.buffers).total()

@@ -5,22 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, ToolUseBlock
 
 from cppbatch.server.settings import ServerSettings
-from tests.integration.test_messages import ALIAS, GREEDY, ask, client_of, streamed, text_of
 from tests.support.narrow import expect
 from tests.support.scripted_chat import ChatServer
 
+if TYPE_CHECKING:  # to import it takes two seconds, in each process of a run
+    import anthropic
+    from anthropic.types import Message
+
 Json = dict[str, Any]
+
+ALIAS = "claude-here"
+GREEDY: dict[str, Any] = {"temperature": 0}
+
+
+def ask(client: anthropic.Anthropic, **fields: Any) -> Message:
+    from tests.integration import test_messages
+
+    return test_messages.ask(client, **fields)
+
+
+def streamed(client: anthropic.Anthropic, **fields: Any) -> Message:
+    from tests.integration import test_messages
+
+    return test_messages.streamed(client, **fields)
+
+
+def text_of(message: Message) -> str:
+    from tests.integration import test_messages
+
+    return test_messages.text_of(message)
 
 
 @pytest.fixture(scope="module")
 def real(default_model: Path) -> Iterator[anthropic.Anthropic]:
+    from tests.integration.test_messages import client_of
+
     server = ChatServer(default_model, ServerSettings(aliases=(ALIAS,)))
     yield client_of(server)
     server.stop()
@@ -64,6 +88,8 @@ def test_the_default_model_continues_the_assistants_message(real: anthropic.Anth
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_default_model_calls_a_tool_and_gets_its_result(real: anthropic.Anthropic, *, stream: bool) -> None:
+    from anthropic.types import ToolUseBlock
+
     city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
     question = {"role": "user", "content": "How is the weather in Oslo?"}
     fields: Json = {"model": ALIAS, "max_tokens": 60, "tools": [{"name": "weather", "input_schema": city}]}

@@ -52,7 +52,7 @@ class HonestClient:
             self._server.post("/v1/completions", body)
 
     def _repeat(self, kind: str) -> None:
-        while not self._has_ended.wait(0.02):
+        while not self._has_ended.wait(0.1):
             began = time.monotonic()
             try:
                 self._ask(kind)

@@ -245,8 +245,8 @@ def test_a_wrong_field_about_tools_is_named(client: openai.OpenAI, fields: Any, 
 
 
 @pytest.fixture(scope="module")
-def embedder(default_model: Path) -> Iterator[openai.OpenAI]:
-    with ServerProcess("-m", default_model, "--pooling", "mean") as process:
+def embedder(stand_in: Path) -> Iterator[openai.OpenAI]:
+    with ServerProcess("-m", stand_in, "--pooling", "mean") as process:
         yield client_of(process.wait_ready())
 
 

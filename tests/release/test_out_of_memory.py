@@ -31,6 +31,7 @@ from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
 CELLS = 131_072  # 256 MiB
+N_TOKENS = 24
 SIZES: dict[str, Any] = {
     "n_ctx": CELLS, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1, "spec": "off",
     "kv_layout": "unified", "flash_attn": "off", "sampling": "host",
@@ -47,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model: Path) -> list[str]:
     """The texts of the CPU."""
     with BatchInferenceEngine(model, **{**SIZES, "n_ctx": 4096}, n_gpu_layers=0) as engine:
-        return [each.text for each in engine.generate(PROMPTS[:3], greedy(40))]
+        return [each.text for each in engine.generate(PROMPTS[:3], greedy(N_TOKENS))]
 
 
 class Device(RpcWorker):
@@ -94,10 +95,10 @@ def open_engine(model: Path, device: Device, **more: Any) -> EngineProcess:
 
 
 async def text_of(
-    engine: EngineProcess, i: int, n_tokens: int = 40, seen: Callable[[], object] = lambda: None, **more: Any
+    engine: EngineProcess, i: int, n_tokens: int = N_TOKENS, seen: Callable[[], object] = lambda: None, **more: Any
 ) -> str:
     text = ""
-    request = GenerationRequest(id=f"{i}", prompt=PROMPTS[i], params=greedy(n_tokens), **more)
+    request = GenerationRequest(id=f"{i}", params=greedy(n_tokens), **{"prompt": PROMPTS[i], **more})
     async for event in engine.submit(request):
         assert event.error is None, event.error
         text += event.text
@@ -148,7 +149,7 @@ async def test_what_does_not_fit_anywhere_ends_with_the_numbers(
     report_free(monkeypatch, 50)
     for module in (fit_again, memory_check, placement):
         monkeypatch.setattr(module, "free_host_memory", lambda: 1 * MIB)
-    engine = open_engine(model, device, n_ctx=4096)
+    engine = open_engine(model, device, n_ctx=1024, n_parallel=2)  # few smaller sizes, each of which is estimated
     with pytest.raises(
         OutOfMemory,
         match=r"failed to allocate RPC0.* buffer of size 1\d{8}.*free now: .* GiB of RPC0\); smaller settings do not "
@@ -223,8 +224,8 @@ async def test_a_text_that_is_longer_than_the_smaller_context_ends_with_a_clear_
         n_events += 1
 
     async with EngineProcess(config, refit=to_256_cells) as engine:
-        long = asyncio.ensure_future(text_of(engine, 0, 5000, seen))
-        await until(lambda: n_events > 300, 60)
+        long = asyncio.ensure_future(text_of(engine, 0, 5000, seen, prompt="x" * 260))
+        await until(lambda: n_events > 10, 60)
         device.limit(250)
         short = asyncio.ensure_future(text_of(engine, 3, 20, lora={"x": 1.0}))
         with pytest.raises(

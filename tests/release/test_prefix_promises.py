@@ -1,4 +1,5 @@
-"""The promises of sharing and preemption, on the default model. scripts/bench_servers.py measures them at full size."""
+"""The promises of sharing and preemption; at night on the default model. scripts/bench_servers.py measures them at full
+size."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ def open_engine(model: Path, *, prefix_cache: bool = True) -> BatchInferenceEngi
 
 
 def prompt_of(n_tokens: int) -> list[int]:
-    return [100 + i * 37 % 9000 for i in range(n_tokens)]
+    return [300 + i * 37 % 1700 for i in range(n_tokens)]
+
+
+@pytest.fixture(params=["stand_in", pytest.param("default_model", marks=pytest.mark.nightly)])
+def model(request: pytest.FixtureRequest) -> Path:
+    """Has more than 4,000 tokens."""
+    path: Path = request.getfixturevalue(request.param)
+    return path
 
 
 def run(
@@ -38,12 +46,12 @@ def run(
 
 @pytest.mark.parametrize("n_prefix", [150, pytest.param(400, marks=pytest.mark.soak)])
 def test_a_shared_prefix_is_computed_and_held_once_and_that_is_three_times_as_fast_if_it_is_long(
-    default_model: Path, n_prefix: int
+    model: Path, n_prefix: int
 ) -> None:
-    prompts = [[*prompt_of(n_prefix), *(5000 + 100 * i + k for k in range(N_SUFFIX))] for i in range(8)]
+    prompts = [[*prompt_of(n_prefix), *(2000 + 100 * i + k for k in range(N_SUFFIX))] for i in range(8)]
     seconds, peaks, computed = [], [], []
     for prefix_cache in (True, False):
-        with open_engine(default_model, prefix_cache=prefix_cache) as engine:
+        with open_engine(model, prefix_cache=prefix_cache) as engine:
             engine.generate([[20] * 64], SamplingParams(max_tokens=1))
             engine.clear_prefix_cache()
             before = engine.stats().prompt_tokens
@@ -57,16 +65,17 @@ def test_a_shared_prefix_is_computed_and_held_once_and_that_is_three_times_as_fa
     assert peaks[0] <= 1.05 * (n_prefix + 8 * (N_SUFFIX + N_NEW))
 
 
-def test_sixteen_completions_of_one_prompt_hold_it_once(default_model: Path) -> None:
+def test_sixteen_completions_of_one_prompt_hold_it_once(model: Path) -> None:
     prompt = prompt_of(150)
     params = [SamplingParams(temperature=0.5 + 0.1 * i, seed=i, max_tokens=N_NEW, ignore_eos=True) for i in range(16)]
-    with open_engine(default_model) as engine:
+    with open_engine(model) as engine:
         _, peak, tokens = run(engine, [prompt] * 16, params)
         assert engine.stats().prefix_hit_tokens == 15 * (len(prompt) - 1)
     assert peak <= 1.05 * (len(prompt) + 16 * N_NEW)
     assert len({tuple(its) for its in tokens}) > 8
 
 
+@pytest.mark.nightly  # of tiny models in each run: tests/integration/test_engine_native.py
 @pytest.mark.parametrize(
     ("n_requests", "n_ctx", "n_new", "swap_space"),
     [
@@ -98,15 +107,13 @@ def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(
 
 @pytest.mark.parametrize("n_tokens", [500, pytest.param(2000, marks=pytest.mark.soak)])
 def test_a_prefix_on_disk_persists_across_a_restart_and_is_five_times_as_fast_if_it_is_long(
-    default_model: Path, tmp_path: Path, n_tokens: int
+    model: Path, tmp_path: Path, n_tokens: int
 ) -> None:
     prompt = prompt_of(n_tokens)
     seconds, cached = [], []
     for _ in range(2):
         disk = str(tmp_path / "prefixes")
-        with BatchInferenceEngine(
-            default_model, n_ctx=4096, n_parallel=4, spec="off", prefix_cache_disk=disk
-        ) as engine:
+        with BatchInferenceEngine(model, n_ctx=4096, n_parallel=4, spec="off", prefix_cache_disk=disk) as engine:
             (completion,) = engine.generate([prompt], GREEDY)
         assert completion.usage.first_token_seconds
         seconds.append(completion.usage.first_token_seconds)

@@ -49,6 +49,7 @@ async def streams(engine: EngineProcess, seen: Callable[[int], object]) -> list[
     return list(await asyncio.gather(*map(one, range(N))))
 
 
+@pytest.mark.nightly  # of a tiny model in each run: tests/integration/test_rpc.py
 async def test_16_of_16_texts_are_those_of_one_process_also_if_a_worker_is_killed(
     workers: tuple[RpcWorker, RpcWorker], expected: list[str], f16_model: Path
 ) -> None:

@@ -19,6 +19,7 @@ def alone(f32_model: Path) -> Iterator[list[str]]:
         yield [engine.generate([prompt], its)[0].text for prompt, its in zip(PROMPTS[:N], PARAMS, strict=False)]
 
 
+@pytest.mark.nightly  # of a tiny model in each run: tests/integration/test_seeds.py
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_a_seeded_text_of_each_kind_together_is_that_alone(f32_model: Path, alone: list[str], layout: KvLayout) -> None:
     with open_engine(f32_model, layout) as engine:

@@ -52,6 +52,7 @@ def test_a_streamed_chat_gives_the_same_text_and_its_usage_last(client: openai.O
         "messages": [{"role": "user", "content": "Count to five."}],
         "temperature": 0,
         "max_completion_tokens": 16,
+        "extra_body": {"speculate": False},  # the first answer drafts the second: steps of more rows round otherwise
     }
     whole = client.chat.completions.create(**asked)
     *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -125,7 +126,7 @@ async def stream_together(url: str, model: str, n: int) -> list[str | None]:
 
         async def one(i: int) -> str | None:
             stream = await client.completions.create(
-                model=model, prompt=f"Fact number {i}:", max_tokens=48, stream=True, extra_body=IGNORE_EOS
+                model=model, prompt=f"Fact number {i}:", max_tokens=32, stream=True, extra_body=IGNORE_EOS
             )
             return [chunk.choices[0].finish_reason async for chunk in stream][-1]
 
@@ -154,8 +155,8 @@ def raw_post(server: ServerProcess, path: str, body: str) -> socket.socket:
     return connection
 
 
-def test_ctrl_c_finishes_running_requests_and_exits_0(default_model: Path) -> None:
-    with ServerProcess("-m", default_model) as server:
+def test_ctrl_c_finishes_running_requests_and_exits_0(tiny_llama: Path) -> None:
+    with ServerProcess("-m", tiny_llama, module="tests.support.paced_server") as server:
         server.wait_ready()
         body = {"prompt": "A long story:", "max_tokens": 50, "ignore_eos": True, "stream": True}
         with server.stream("/v1/completions", body) as answer:

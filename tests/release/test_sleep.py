@@ -80,14 +80,15 @@ def test_looking_at_a_sleeping_server_does_not_wake_it_and_counting_tokens_does(
 
 def test_a_batch_wakes_a_server_keeps_it_awake_and_continues_after_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
     flags = ("-m", tiny_llama, "-c", "2048", "-np", "2", "--sleep-idle-seconds", "1", "--data-dir", tmp_path)
-    work = b"\n".join(line(f"item-{i}", max_tokens=400, ignore_eos=True) for i in range(20))
-    with ServerProcess(*flags, in_group=True) as server:
+    work = b"\n".join(line(f"item-{i}", max_tokens=100, ignore_eos=True) for i in range(12))
+    paced = "tests.support.paced_server"  # four seconds of work are left for the second server
+    with ServerProcess(*flags, in_group=True, module=paced) as server:
         client = client_of(server.wait_ready())
         wait_for_sleep(server)
         batch = make_batch(client, work)
         wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 4)
         server.kill_group()
-    with ServerProcess(*flags) as server:
+    with ServerProcess(*flags, module=paced) as server:
         client = client_of(server.wait_ready())
         n_seen = 0
         while True:
@@ -96,9 +97,9 @@ def test_a_batch_wakes_a_server_keeps_it_awake_and_continues_after_a_restart(tin
                 break
             assert not asleep
             n_seen += 1
-            time.sleep(0.05)
+            time.sleep(0.2)
         assert n_seen > 2
-        assert (now.status, len(results(client, now.output_file_id))) == ("completed", 20)
+        assert (now.status, len(results(client, now.output_file_id))) == ("completed", 12)
         wait_for_sleep(server)
 
 
@@ -125,8 +126,8 @@ def test_a_server_sleeps_and_wakes_for_a_request_with_the_same_answer(default_mo
         wait_for_sleep(server)
 
 
-def test_a_prefix_on_disk_survives_the_sleep(default_model: Path, tmp_path: Path) -> None:
-    flags = ("-m", default_model, "-c", "8192", "-np", "2", "--data-dir", tmp_path / "data")
+def test_a_prefix_on_disk_survives_the_sleep(tiny_llama: Path, tmp_path: Path) -> None:
+    flags = ("-m", tiny_llama, "-c", "8192", "-np", "2", "--data-dir", tmp_path / "data")
     question = {"prompt": "All of this is read only once. " * 80 + "The end:", "max_tokens": 4, "temperature": 0}
     with ServerProcess(
         *flags, "--sleep-idle-seconds", "1", "--prefix-cache-disk", f"{tmp_path / 'prefixes'},1"

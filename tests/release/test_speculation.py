@@ -36,23 +36,23 @@ SAMPLERS: list[dict[str, Any]] = [
 
 
 def results(
-    model: Path, spec: Speculation, layout: KvLayout, *, n_ctx: int = 8192, greedy: bool
+    model: Path, spec: Speculation, layout: KvLayout, *, n_ctx: int = 8192, greedy: bool, n_prompts: int = len(PROMPTS)
 ) -> tuple[list[Completion], BatchInferenceEngine]:
-    """16 requests: each prompt twice, once without drafts and with a longer text, because few drafts are worth it for
-    sequences that end together. All drafts are computed, whatever rows cost here."""
+    """16 requests, or fewer: each prompt twice, once without drafts and with a longer text, because few drafts are
+    worth it for sequences that end together. All drafts are computed, whatever rows cost here."""
     params = [
         SamplingParams(max_tokens=32 if speculate else 70, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
         for speculate in (True, False)
-        for i in range(len(PROMPTS))
+        for i in range(n_prompts)
     ]
     with BatchInferenceEngine(model, n_ctx=n_ctx, n_parallel=16, kv_layout=layout, spec=spec, draft_max=4) as engine:
         know(engine, {1: 0.010, 256: 0.011})
-        return engine.generate(PROMPTS * 2, params), engine
+        return engine.generate(PROMPTS[:n_prompts] * 2, params), engine
 
 
 @cache
-def without_drafts(model: Path, layout: KvLayout, *, greedy: bool) -> list[Completion]:
-    completions, engine = results(model, "off", layout, greedy=greedy)
+def without_drafts(model: Path, layout: KvLayout, *, greedy: bool, n_prompts: int = len(PROMPTS)) -> list[Completion]:
+    completions, engine = results(model, "off", layout, greedy=greedy, n_prompts=n_prompts)
     assert engine.stats().drafted_tokens == 0
     return completions
 
@@ -62,7 +62,8 @@ def without_drafts(model: Path, layout: KvLayout, *, greedy: bool) -> list[Compl
     [
         # In each run with preemptions, too: the next test.
         pytest.param("unified", True, id="unified-greedy", marks=pytest.mark.nightly),
-        pytest.param("per-sequence", False, id="per-sequence-sampled"),
+        # Of tiny models in each run: tests/integration/test_rollback.py.
+        pytest.param("per-sequence", False, id="per-sequence-sampled", marks=pytest.mark.nightly),
         pytest.param("unified", False, id="unified-sampled", marks=pytest.mark.soak),
         pytest.param("per-sequence", True, id="per-sequence-greedy", marks=pytest.mark.soak),
     ],
@@ -79,9 +80,12 @@ def test_with_float_weights_16_of_16_texts_are_those_without_drafts(
     assert all(result.usage.drafted_tokens == 0 for result in with_drafts[8:])
 
 
-def test_texts_stay_the_same_if_sequences_are_preempted_between_drafts(f16_model: Path) -> None:
-    without = without_drafts(f16_model, "unified", greedy=True)
-    with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=384, greedy=True)
+@pytest.mark.parametrize(("n_prompts", "n_ctx"), [(3, 256), pytest.param(8, 384, marks=pytest.mark.nightly)])
+def test_texts_stay_the_same_if_sequences_are_preempted_between_drafts(
+    f16_model: Path, n_prompts: int, n_ctx: int
+) -> None:
+    without = without_drafts(f16_model, "unified", greedy=True, n_prompts=n_prompts)
+    with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=n_ctx, greedy=True, n_prompts=n_prompts)
     stats = engine.stats()
     assert stats.swaps > 0
     assert stats.accepted_tokens > 20

@@ -90,11 +90,14 @@ def test_all_finished_texts_match_and_nine_of_ten_finish_beside_free_texts(defau
     assert n_finished >= 18
 
 
-def test_free_texts_are_the_same_with_and_without_constrained_ones_among_them(f16_model: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny_llama", pytest.param("f16_model", marks=pytest.mark.nightly)])
+def test_free_texts_are_the_same_with_and_without_constrained_ones_among_them(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=16)
     texts = [(prompt, greedy) for prompt, _ in free(6, max_tokens=16)]
     requests = mixed(constrained(1, max_tokens=8)[::3], texts)
-    with open_engine(f16_model, flash_attn="off") as engine:
+    with open_engine(request.getfixturevalue(model), flash_attn="off") as engine:
         _, alone = run(engine, texts)
         _, results = run(engine, requests)
     among = [result for (_, its), result in zip(requests, results, strict=True) if not its.is_constrained]

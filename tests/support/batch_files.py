@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,18 +59,28 @@ def counts(batch: Batch) -> Counts:
     return Counts(**batch.request_counts.to_dict())  # type: ignore[arg-type]
 
 
+def _pauses(first: float) -> Iterator[float]:
+    """Seconds, up to a tenth of one: each look costs the server and this process some milliseconds."""
+    pause = first
+    while True:
+        yield pause
+        pause = min(1.5 * pause, 0.1)
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    pauses = _pauses(0.01)
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+        time.sleep(next(pauses))
 
 
 def wait_for(client: OpenAI, batch_id: str, *statuses: str, seconds: float = 30) -> Batch:
+    pauses = _pauses(0.02)
     end = time.monotonic() + seconds
     while (batch := client.batches.retrieve(batch_id)).status not in statuses:
         assert time.monotonic() < end, f"it is still {batch.status}: {batch.request_counts}"
-        time.sleep(0.02)
+        time.sleep(next(pauses))
     return batch
 
 

@@ -8,8 +8,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from tests.support import preloaded
+from tests.support.preloaded import PreloadedProcess
+from tests.support.server_process import COMMAND
 
 _CARD = Path(__file__).with_name("rpc_card.py")
 
@@ -19,14 +24,18 @@ class RpcWorker:
 
     def __init__(self, *flags: str, memory: int | None = None) -> None:
         """`memory`: bytes of its device (`set_memory`); None: that of the machine."""
-        program = ["-m", "cppbatch", "rpc-worker"]
+        flags = ("--port", "0", "-t", "1", *flags)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._memory: Path | None = None
+        self.process: subprocess.Popen[str] | PreloadedProcess
         if memory is not None:
             self._memory = Path(tempfile.mkdtemp()) / "bytes"
             self.set_memory(memory)
-            program = [str(_CARD), str(self._memory)]
-        command = [sys.executable, *program, "--port", "0", "-t", "1", *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen([sys.executable, _CARD, self._memory, *flags], text=True, **pipes)
+        elif preloaded.is_used:
+            self.process = PreloadedProcess(["rpc-worker", *flags], **pipes)
+        else:
+            self.process = subprocess.Popen([*COMMAND, "rpc-worker", *flags], text=True, **pipes)
         self.endpoint = ""
 
     def __enter__(self) -> RpcWorker:
@@ -62,7 +71,12 @@ class RpcWorker:
         self.process.terminate()
         if self._memory:
             shutil.rmtree(self._memory.parent)
-        return self.process.communicate(timeout=30)[1]
+        assert self.process.stdout
+        assert self.process.stderr
+        with self.process.stdout, self.process.stderr:
+            said = self.process.stderr.read()
+        self.process.wait(30)
+        return said
 
     def __exit__(self, *exc: object) -> None:
         self.stop()

@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
+from tests.support import preloaded
 from tests.support.blocking_client import BlockingClient
+from tests.support.preloaded import PreloadedProcess
 
 COMMAND = [sys.executable, "-m", "cppbatch"]
 
@@ -36,13 +38,16 @@ class ServerProcess(BlockingClient):
         python: str | Path = sys.executable,
         module: str = "cppbatch",
     ) -> None:
-        self.process = subprocess.Popen(
-            [str(python), "-m", module, "serve", "--port", "0", *map(str, args)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=in_group,
-        )
+        serve = ["serve", "--port", "0", *map(str, args)]
+        options: dict[str, Any] = {
+            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": in_group,
+        }  # fmt: skip
+        self.process: subprocess.Popen[str] | PreloadedProcess
+        if preloaded.is_used and str(python) == sys.executable:
+            program = "cppbatch.cli" if module == "cppbatch" else module
+            self.process = PreloadedProcess(serve, module=program, **options)
+        else:
+            self.process = subprocess.Popen([str(python), "-m", module, *serve], text=True, **options)
         self.lines: list[str] = []
         self.errors: list[str] = []
         self.url = ""
