@@ -16,9 +16,9 @@ from cppbatch.llama.quantize_child import quantize
 from cppbatch.models.synthetic import QUANTS, LlamaShape, write_llama
 
 SHAPE = LlamaShape(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512)
-N, N_TOP = 12, 5
+N, N_TOP = 6, 5
 PROMPTS = [
-    [3 + (7 * i + k * (i + 1)) % 250 for k in range(n)] for i, n in enumerate((1, 3, 17, 48, 600, 96, 130, 511, 5, 64))
+    [3 + (7 * i + k * (i + 1)) % 250 for k in range(n)] for i, n in enumerate((1, 3, 17, 48, 600, 96, 130, 5, 64))
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=N, ignore_eos=True, logprobs=N_TOP)
 
@@ -88,7 +88,7 @@ def test_every_bit_is_the_same_after_a_preemption(model: Path, alone: Results, s
     first, second = PROMPTS[:4], PROMPTS[5:9]
     with engine(model, n_parallel=4, swap_space=swap_space, prefix_cache=False) as preempting:
         ids = [preempting.add_request(prompt, PARAMS) for prompt in first]
-        events = [event for _ in range(7) for event in preempting.step()]
+        events = [event for _ in range(3) for event in preempting.step()]
         ids += [preempting.add_request(prompt, PARAMS, priority=-1) for prompt in second]
         while preempting.has_work:
             events += preempting.step()
@@ -98,7 +98,7 @@ def test_every_bit_is_the_same_after_a_preemption(model: Path, alone: Results, s
 
 
 def test_every_bit_is_the_same_where_another_engine_continues(model: Path, alone: Results) -> None:
-    known = [[token for token, _ in each[::N_TOP]][:5] for each in alone]  # text is greedy
+    known = [[token for token, _ in each[::N_TOP]][:2] for each in alone]  # text is greedy
     with engine(model) as other:
         for i, prompt in enumerate(PROMPTS):
             progress = ResumeState(tokens=known[i], age=1.0, first_token_seconds=0.2)
