@@ -237,8 +237,10 @@ def repacks(config: EngineConfig) -> bool:
 
 
 def _why_not_repacked(config: EngineConfig) -> str | None:
-    """With `repack` auto, a sentence if the weights are faster without repacking. The bits of a deterministic engine depend
-    neither on measured times nor on its number of sequences: llama.cpp repacks what it can."""
+    """With `repack` auto, a sentence if the weights are faster without repacking.
+
+    Not of a deterministic engine: its bits depend neither on measured times nor on its number of sequences.
+    """
     if config.repack != "auto" or config.deterministic or _on_gpu(config):
         return None
     from cppbatch.models.kernels import why_not_repacked  # imports gguf, which is slow

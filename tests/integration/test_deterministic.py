@@ -13,6 +13,7 @@ from cppbatch.engine import runtime
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import ConfigError, ModelError
 from cppbatch.llama.quantize_child import quantize
+from cppbatch.models import kernels
 from cppbatch.models.synthetic import QUANTS, LlamaShape, write_llama
 
 SHAPE = LlamaShape(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512)
@@ -117,6 +118,14 @@ def test_a_model_with_logits_that_still_depend_on_the_rows_is_refused_with_the_r
     monkeypatch.setattr(runtime, "least_rows_for_equal_bits", lambda _context: None)
     with pytest.raises(ModelError, match=r"gguf depend on the number of rows.*requantize FILE --type Q8_0"):
         engine(model)
+
+
+def test_measured_times_do_not_decide_about_its_kernels(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They depend on the number of sequences: weights that were repacked for 4 were not for 8, and had other bits."""
+    monkeypatch.setattr(kernels, "why_not_repacked", lambda path, n_parallel: "weights are not repacked")
+    for is_set in (True, False):
+        config = EngineConfig(str(tiny_llama), n_gpu_layers=0, n_parallel=8, deterministic=is_set)
+        assert runtime.repacks(config) == is_set
 
 
 def test_settings_that_contradict_it_are_refused() -> None:
