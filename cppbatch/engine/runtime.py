@@ -239,8 +239,11 @@ def repacks(config: EngineConfig) -> bool:
 
 
 def _why_not_repacked(config: EngineConfig) -> str | None:
-    """With `repack` auto, a sentence if the weights are faster without repacking."""
-    if config.repack != "auto" or _on_gpu(config):
+    """With `repack` auto, a sentence if the weights are faster without repacking.
+
+    Not of a deterministic engine: its bits depend neither on measured times nor on its number of sequences.
+    """
+    if config.repack != "auto" or config.deterministic or _on_gpu(config):
         return None
     from cppbatch.models.kernels import why_not_repacked  # imports gguf, which is slow
 

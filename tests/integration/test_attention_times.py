@@ -45,6 +45,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder for measurements."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(attention_child, "_MAX_SECONDS", 0.0)  # the fewest rounds
+    monkeypatch.setattr(attention_child, "_ARENA_BYTES", 4 << 20)  # what is timed need not be true
     monkeypatch.setattr(quality, "english_text", lambda: "The north wind and the sun. " * 40)
     return tmp_path / "cache"
 
@@ -82,14 +83,28 @@ def test_the_attention_shape_is_known_for_plain_attention_only(
     assert attention_shape(tiny_mamba) is None
 
 
+@pytest.fixture(scope="module")
+def models_by_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        n: write_llama(folder / f"{n}.gguf", LlamaShape(n_layer=n, n_embd=256, n_head=4, n_head_kv=4, n_ff=256))
+        for n in (2, 16)
+    }
+
+
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineConfig:
+def config(monkeypatch: pytest.MonkeyPatch, models_by_layers: dict[int, Path]) -> EngineConfig:
     """A model with timed attention, on a CPU, and weights that take no time."""
-    shape = LlamaShape(n_layer=16, n_embd=256, n_head=4, n_head_kv=4, n_ff=256)
     monkeypatch.setattr(attention, "has_gpu", lambda: False)
     monkeypatch.setattr(attention, "kernel_times", lambda types: {})
     monkeypatch.setattr(attention, "weights_s", lambda path, n: (0.0, 0.0))
-    return EngineConfig(str(write_llama(tmp_path / "model.gguf", shape)), n_ctx=2048, n_parallel=2, n_threads=1)
+    return EngineConfig(str(models_by_layers[16]), n_ctx=2048, n_parallel=2, n_threads=1)
+
+
+@pytest.fixture
+def shallow(config: EngineConfig, models_by_layers: dict[int, Path]) -> EngineConfig:
+    """The same with few layers, to compute with."""
+    return replace(config, model_path=str(models_by_layers[2]))
 
 
 def use_times(monkeypatch: pytest.MonkeyPatch, fast: Attention, has_amx: bool = False) -> None:
@@ -191,9 +206,9 @@ def test_llama_cpp_decides_on_a_gpu_and_deterministic_keeps_its_cache(
 
 
 @pytest.mark.parametrize("types", [("q8_0", "bf16"), ("bf16", "bf16"), ("q8_0", "f16")])
-def test_an_engine_computes_with_what_was_chosen_in_both_layouts(config: EngineConfig, types: tuple[str, str]) -> None:
+def test_an_engine_computes_with_what_was_chosen_in_both_layouts(shallow: EngineConfig, types: tuple[str, str]) -> None:
     k, v = types
-    chosen = replace(config, cache_type_k=k, cache_type_v=v, stream_flash_attn="off", n_ctx=512)
+    chosen = replace(shallow, cache_type_k=k, cache_type_v=v, stream_flash_attn="off", n_ctx=512)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with BatchInferenceEngine(chosen) as engine:
         short = engine.generate([[5, 6, 7]], params)[0].tokens
@@ -202,15 +217,15 @@ def test_an_engine_computes_with_what_was_chosen_in_both_layouts(config: EngineC
         assert len(short) == 8
 
 
-def test_the_divergence_of_cache_types_is_measured_and_kept(config: EngineConfig) -> None:
-    result = CliRunner().invoke(models, ["cache-types", config.model_path, "--json"])
+def test_the_divergence_of_cache_types_is_measured_and_kept(shallow: EngineConfig) -> None:
+    result = CliRunner().invoke(models, ["cache-types", shallow.model_path, "--json"])
     assert result.exit_code == 0, result.output
     source, order, *others = json.loads(result.stdout)["rows"]
     assert [(row["flash_attn"], row["keys"], row["values"]) for row in (source, order)] == [
         ("on", "f16", "f16"),
         ("off", "f16", "f16"),
     ]
-    assert {f"{row['keys']} {row['values']}": row["excess"] for row in others} == known_excess(Path(config.model_path))
+    assert {f"{row['keys']} {row['values']}": row["excess"] for row in others} == known_excess(Path(shallow.model_path))
     assert all(row["kl_divergence"] == pytest.approx(row["excess"] + order["kl_divergence"]) for row in others)
     assert all(row["kl_divergence"] > 0 for row in (order, *others))
 

@@ -30,7 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "unified": {"kv_layout": "unified", "n_ctx": N_CTX},
     "per-sequence": {"kv_layout": "per-sequence", "n_ctx": 4 * N_CTX},
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=280, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def texts(engine: BatchInferenceEngine) -> list[Completion]:
     """Long texts, some of which share their prompts' cells."""
     prompts = [[1, *range(10, 90)], [1, *range(10, 90), 7], [1, 20, 30], [1, *range(10, 240)]]
     done = engine.generate(prompts, GREEDY)
-    assert [len(completion.tokens) for completion in done] == [400] * 4
+    assert [len(completion.tokens) for completion in done] == [280] * 4
     assert all(completion.usage.context_shifts for completion in done)
     return done
 

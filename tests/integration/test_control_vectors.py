@@ -22,11 +22,15 @@ from cppbatch.server.settings import ServerSettings
 from tests.integration.test_model_changes import NO_REPACK, SIZES, logits_there
 from tests.support import tiny_models
 from tests.support.contexts import PROMPT, Row, decode
+from tests.support.fakes import greedy
 from tests.support.http_client import answered, http_to, post
 from tests.support.lora_files import write_lora
-from tests.support.lora_texts import FLOATS, GREEDY, N_NEW, STORY
+from tests.support.lora_texts import FLOATS, STORY
 
 Scales = dict[str | int, float]
+
+N_NEW = 24
+GREEDY = greedy(N_NEW, ignore_eos=True)
 
 
 def control_vector(path: Path, directions: dict[int, Any]) -> Path:
@@ -307,7 +311,7 @@ def test_saved_states_tell_layers_and_contents_of_control_vectors_apart(deep: Pa
 def test_a_batch_job_never_continues_with_another_adapter_or_control_vector(
     deep: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    job, flags = tmp_path / "job.txt", ["-m", str(deep), "-c", "256", "-np", "1", "-t", "1", "-n", "2"]
+    job, flags = tmp_path / "job.txt", ["-m", str(deep), "-c", "256", "-np", "1", "-t", "1", "-n", "2", "--in-process"]
     job.write_text("one\n")
     lora, vector = (shutil.copy(files[name], tmp_path) for name in ("x", "calm"))
 

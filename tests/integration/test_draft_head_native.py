@@ -152,11 +152,11 @@ def test_drafts_are_those_of_the_head_alone(
         return drafts
 
     monkeypatch.setattr(HeadProposer, "propose", noted)
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=16, ignore_eos=True)
     texts(models[kind], params, spec="mtp", kv_layout=layout, draft_max=3, prefix_cache=False)
     assert len(made) > 40
     alone = Alone(models[kind])
-    for tokens, drafted in made[:: len(made) // 12]:
+    for tokens, drafted in made[:: len(made) // 8]:
         assert drafted == alone.draft(tokens, len(drafted))
     alone.model.close()
 
@@ -168,11 +168,11 @@ def test_drafts_are_those_of_the_head_alone(
 def test_the_text_is_that_of_the_model_alone(
     models: dict[str, Path], kind: str, layout: Any, temperature: float, eager: None
 ) -> None:
-    params = SamplingParams(temperature=temperature, seed=7, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=30, ignore_eos=True)
     expected, _ = texts(models[kind], params, kv_layout=layout, spec="off")
     with_drafts, n_drafted = texts(models[kind], params, kv_layout=layout, spec="mtp")
     assert with_drafts == expected
-    assert n_drafted > 200
+    assert n_drafted > 100
 
 
 @pytest.mark.each_value
@@ -195,7 +195,7 @@ def test_sequences_that_lose_their_cells_keep_their_texts(
 
 def test_samples_and_chats_share_prefixes_with_the_head(models: dict[str, Path], eager: None) -> None:
     prompt = "one prompt that all of them begin with " * 3
-    samples = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(6)]
+    samples = [SamplingParams(temperature=0.9, seed=i, max_tokens=10, ignore_eos=True) for i in range(6)]
     answers: list[list[list[int]]] = []
     for spec in ("off", "mtp", "auto"):
         with BatchInferenceEngine(models["random"], **{**SETTINGS, "n_batch": 256}, spec=spec) as engine:
@@ -207,7 +207,7 @@ def test_samples_and_chats_share_prefixes_with_the_head(models: dict[str, Path],
 
 def test_the_head_continues_when_the_layout_is_switched(models: dict[str, Path], eager: None) -> None:
     """A prompt that is longer than a stream."""
-    prompts, params = [*PROMPTS[:3], "x" * 700], SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
+    prompts, params = [*PROMPTS[:3], "x" * 700], SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
     answers = []
     for spec in ("off", "mtp"):
         with BatchInferenceEngine(models["right"], **SETTINGS, spec=spec, kv_layout="auto") as engine:
@@ -229,6 +229,7 @@ def test_deterministic_texts_stay_the_same_bits(models: dict[str, Path], eager: 
     assert answers[0] == answers[1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_parallel", [1, 4, 16])
 @pytest.mark.parametrize("kind", ["right", "right-chain"])
 def test_a_head_that_is_right_by_construction_is_always_right(

@@ -17,7 +17,7 @@ from cppbatch.errors import InvalidRequest
 from tests.support import lora_texts
 from tests.support.native_engines import PROMPTS, SETTINGS, OpenEngine
 
-GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 STREAM = 256
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 
@@ -224,7 +224,7 @@ def test_each_text_has_its_adapters_in_both_layouts(tiny_llama: Path, tmp_path: 
                 break
             for event in engine.step():
                 found[event.request_id] += event.text
-            if step % 9 == 0:
+            if step % 3 == 0:
                 switch(engine)
         assert engine.stats().layout_switches > 5
     assert [found[name] for name in names] == expected

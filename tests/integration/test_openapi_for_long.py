@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from tests.integration.test_openapi import EXAMPLES, SCHEMA, Case, check, schema_of, server, tame, without_given_fields
+from tests.integration.test_openapi import EXAMPLES, Case, check, schema_of, server, tame, without_given_fields
 from tests.support.app_thread import AppThread
 from tests.unit.test_openapi import DOCUMENT
 
@@ -18,7 +18,7 @@ MANY = 300  # examples of each route
 SLOWEST = 15.0  # seconds of an answer: 10 for a grammar that is too complex, and some for what runs beside it
 
 
-@SCHEMA.parametrize()
+@schema_of(DOCUMENT).parametrize()
 @settings(max_examples=MANY, **EXAMPLES)
 def test_answers_are_as_documented_for_long(case: Case, server: AppThread) -> None:
     assert check(case, server) < SLOWEST

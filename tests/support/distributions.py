@@ -12,7 +12,7 @@ Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 UInt64 = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
-N_DRAWS = 20_000
+N_DRAWS = 10_000
 DEFAULTS = Filters(top_k=40, top_p=0.95, min_p=0.05, temperature=0.8)
 
 

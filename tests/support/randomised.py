@@ -23,6 +23,12 @@ def cases(*, ring: int, soak: int, nightly: int | None = None) -> pytest.MarkDec
     return pytest.mark.parametrize("n_cases", [ring, *more, pytest.param(soak, marks=pytest.mark.soak)])
 
 
+def seeds(*, ring: int, nightly: int) -> pytest.MarkDecorator:
+    """The argument `seed`: a test for each of range(ring); with -m nightly, the others of range(nightly)."""
+    more = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(ring, nightly)]
+    return pytest.mark.parametrize("seed", [*range(ring), *more])
+
+
 def randomised(
     *, ring: int, soak: int, nightly: int | None = None, **drawn: st.SearchStrategy[Any]
 ) -> Callable[[Test], Test]:

@@ -43,21 +43,27 @@ def messages() -> list[str]:
 
 
 @functools.cache
-def trees() -> tuple[ast.AST, ...]:
-    """The package's source."""
-    return tuple(ast.parse(file.read_text()) for file in sorted(Path(cppbatch.__file__).parent.rglob("*.py")))
+def read_source() -> tuple[tuple[str, ...], set[str]]:
+    """Every text in the package's source except docstrings, with `{}` for the values in it; the texts that are joined
+    with. The trees are not kept: with them, each garbage collection takes a second."""
+    found, joins = dict[str, None](), set[str]()
+    for file in sorted(Path(cppbatch.__file__).parent.rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, READ)]
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Attribute) and node.func.attr == "join":
+                    joins.add(text_of(node.func.value))
+            elif id(node) not in docstrings and (text := text_of(node)) != "{}":
+                found[text] = None
+    return tuple(found), joins
 
 
-@functools.cache
 def texts_of_the_program() -> tuple[str, ...]:
-    """Every text in the package's source except docstrings, with `{}` for the values in it."""
-    found = []
-    for tree in trees():
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if id(node) not in docstrings and (text := text_of(node)) != "{}":
-                found.append(text)
-    return tuple(dict.fromkeys(found))
+    return read_source()[0]
+
+
+READ = (ast.Expr, ast.Call, ast.Constant, ast.JoinedStr, ast.BinOp)
 
 
 def text_of(node: ast.AST) -> str:
@@ -91,9 +97,7 @@ def templates() -> tuple[tuple[str, ...], ...]:
 @functools.cache
 def separators() -> tuple[str, ...]:
     """What the program joins texts with."""
-    calls = [node.func for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    joins = {text_of(call.value) for call in calls if isinstance(call, ast.Attribute) and call.attr == "join"}
-    return (": ", "; ", ". ", *sorted(text for text in joins - {"{}"} if text.strip()))
+    return (": ", "; ", ". ", *sorted(text for text in read_source()[1] - {"{}"} if text.strip()))
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from cppbatch.errors import ConfigError
 from cppbatch.retries import Pauses
 from tests.support.fake_workers import FakeWorker, fake_workers, text_of
 from tests.support.listening import until
+from tests.support.randomised import cases
 from tests.support.submitting import Reader
 
 __all__ = ["fake_workers"]
@@ -401,17 +402,18 @@ def check_stream(stream: Reader, *, was_cancelled: bool) -> None:
         assert (stream.finish_reason, stream.text) == (FinishReason.LENGTH, whole)
 
 
-def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
+@cases(ring=15, nightly=40, soak=400)
+def test_whatever_happens_each_request_ends_once_with_its_own_events(n_cases: int) -> None:
     ups = downs = 0
-    for seed in range(40):
+    for seed in range(n_cases):
         FakeWorker.started = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(supervisor, "WorkerHandle", FakeWorker)
             patch.setattr(supervisor, "_PAUSES", Pauses(0.0, 30.0))
             state = asyncio.run(run_schedule(random_schedule(seed), patch))
         ups, downs = ups + state.scale_ups, downs + state.scale_downs
-    assert ups > 40
-    assert downs > 20
+    assert ups > n_cases
+    assert downs > n_cases / 2
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,8 @@ ARRIVALS = st.tuples(
 
 
 @randomised(
-    ring=60,
+    ring=30,
+    nightly=100,
     soak=300,
     arrivals=st.lists(ARRIVALS, min_size=2, max_size=20),
     pauses=st.lists(st.integers(0, 6), min_size=20, max_size=20),

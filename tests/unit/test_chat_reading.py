@@ -305,7 +305,7 @@ def test_the_name_is_streamed_before_the_arguments_and_those_as_they_are_generat
         assert reader.close() == [], family  # nothing that was sent changes
 
 
-@cases(ring=5_000, soak=50_000)
+@cases(ring=2_000, nightly=5_000, soak=50_000)
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_long_texts_are_read_in_time_that_grows_with_them(family: str, n_cases: int) -> None:
     """In the ring only what would not end. `n_cases`: letters."""

@@ -14,6 +14,7 @@ from cppbatch.chat.escaped_lark import UnsupportedGrammar, escape_lark
 from cppbatch.chat.output_parser import ArgumentsDelta, AssistantMessage, ToolCallStart
 from cppbatch.errors import InvalidRequest
 from tests.support.chat_families import PING, TEMPLATES, pieces, turn
+from tests.support.randomised import cases
 from tests.unit.test_chat_grammar import random_text
 
 Json = dict[str, Any]
@@ -49,14 +50,15 @@ GRAMMARS = {
 }
 
 
+@cases(ring=6, nightly=20, soak=100)
 @pytest.mark.parametrize("mode", ["required", "auto"])
 @pytest.mark.parametrize("grammar", GRAMMARS)
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_calls_text_obeys_the_grammar(family: str, grammar: str, mode: str) -> None:
+def test_a_calls_text_obeys_the_grammar(family: str, grammar: str, mode: str, n_cases: int) -> None:
     syntax, definition, regex = GRAMMARS[grammar]
     its = turn(family, tools=[custom(syntax, definition), PING], mode=mode, parallel=False)
     n_calls = 0
-    for seed in range(20):
+    for seed in range(n_cases):
         whole = read(its, random_text(family, its.params["grammar"], seed))
         for call in whole.calls:
             n_calls += call.name == "run"
@@ -67,8 +69,7 @@ def test_a_calls_text_obeys_the_grammar(family: str, grammar: str, mode: str) ->
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_without_a_forced_call_text_is_still_allowed(family: str) -> None:
     its = turn(family, tools=[custom("lark", SUMS)])
-    texts = [read(its, random_text(family, its.params["grammar"], seed, longest=20_000)).text for seed in range(20)]
-    assert any(texts)
+    assert any(read(its, random_text(family, its.params["grammar"], seed, longest=20_000)).text for seed in range(20))
 
 
 def test_without_a_grammar_nothing_is_enforced_unless_a_call_is() -> None:

@@ -17,6 +17,7 @@ from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.errors import DecodeFailed
 from cppbatch.llama import Batch
 from tests.support.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeContext, mood
+from tests.support.randomised import seeds
 from tests.support.virtual_time import Clock
 
 PROMPT = list(range(1, 7))
@@ -218,7 +219,7 @@ def test_a_step_that_used_no_draft_changes_nothing(drafting: Drafting) -> None:
     assert first.tokens.tolist() == second.tokens.tolist()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(ring=20, nightly=60)
 def test_the_cells_follow_sequences_that_come_pause_and_end_at_random(seed: int) -> None:
     draw = random.Random(seed)
     drafting = Drafting(n_ctx=draw.choice((48, 96, 256)), n_batch=draw.choice((4, 16, 64)), longest=60)

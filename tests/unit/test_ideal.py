@@ -88,7 +88,7 @@ def a_load(draw: random.Random, *, apart_s: float = 0.0, samples: int = 1) -> li
     return requests
 
 
-@cases(ring=25, soak=100)
+@cases(ring=10, nightly=25, soak=100)
 @pytest.mark.parametrize("clients", [1, 5, 16])
 @pytest.mark.parametrize(("costs", "least"), [(AFFINE, 0.99), (TILED, 0.95)], ids=["affine", "tiled"])
 def test_an_engine_without_losses_reaches_the_ideal_time_of_a_closed_loop(
@@ -108,7 +108,7 @@ def test_the_tail_of_one_long_output_is_not_a_loss() -> None:
     assert needed == pytest.approx(Simulation(AFFINE, requests, None, None).run())
 
 
-@cases(ring=40, soak=200)
+@cases(ring=15, nightly=40, soak=200)
 @pytest.mark.parametrize("costs", [AFFINE, TILED], ids=["affine", "tiled"])
 @pytest.mark.parametrize(
     ("clients", "samples", "apart_s"), [(8, 1, 0), (16, 1, 0), (4, 4, 0), (None, 1, 0), (None, 4, 0.3)]

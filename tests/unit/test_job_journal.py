@@ -20,6 +20,7 @@ from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
 from cppbatch.jobs.journal import Journal, rejection_line, response_line
 from cppbatch.jobs.ledger import Ledger
 from tests.support.job_results import ids_of, item, lines_of, opened, result
+from tests.support.randomised import seeds
 
 # --- continuing -----------------------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ class PowerLoss(Exception):
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@seeds(ring=3, nightly=8)
 def test_wherever_it_dies_each_line_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, ordered: bool
 ) -> None:

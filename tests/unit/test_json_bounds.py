@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cppbatch import json_bounds
 from cppbatch.json_bounds import JsonShape, excess, json_shape
+from tests.support.randomised import randomised
 
 LETTERS = st.text(alphabet='a"\\[]{},:\n é', max_size=8)
 
@@ -34,8 +35,7 @@ def walked(value: Any) -> JsonShape:
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 1 << 20])
-@given(value=VALUES, ascii_only=st.booleans())
-@settings(max_examples=200, deadline=None)
+@randomised(ring=50, nightly=200, soak=2000, value=VALUES, ascii_only=st.booleans())
 def test_json_shape_of_the_bytes_is_that_of_the_value(chunk: int, value: Any, ascii_only: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_bounds, "_MEASURED_BYTES", chunk)

@@ -107,7 +107,7 @@ def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
 
 
 @KINDS
-@cases(ring=60, soak=240)
+@cases(ring=25, nightly=60, soak=240)
 def test_ctrl_c_anywhere_in_a_step_leaves_a_working_engine(unified: bool, sharing: Sharing, n_cases: int) -> None:
     params, prompts = greedy(6, ignore_eos=True), [[1] * 24 + [i] * (i + 1) for i in range(5)]
     for line in range(1, 7000, 7000 // n_cases):

@@ -157,7 +157,7 @@ def test_the_streams_come_back_when_prefixes_are_not_shared_any_more() -> None:
     assert engine.run(40, CHAT) == "per-sequence"
 
 
-@pytest.mark.parametrize("cost", [0.05, 0.5, 5.0])
+@pytest.mark.parametrize("cost", [0.5, *(pytest.param(cost, marks=pytest.mark.nightly) for cost in (0.05, 5.0))])
 def test_of_an_hour_of_mixed_requests_switching_takes_little(cost: float) -> None:
     engine, draw = Engine(cost=cost), random.Random(1)
     end = engine.now + 3600

@@ -178,7 +178,7 @@ def test_sequences_that_were_swapped_out_before_resume_afterwards() -> None:
         assert tokens_of(events, name) == reference(prompt, params)[0]
 
 
-@cases(ring=150, soak=750)
+@cases(ring=50, nightly=150, soak=750)
 def test_ctrl_c_anywhere_in_a_switch_leaves_a_working_engine(n_cases: int) -> None:
     params = greedy(6, **ENDLESS)
     prompts = [[1] * 24 + [i] * (i * 5) for i in range(5)]  # the last one outgrows a stream

@@ -74,7 +74,7 @@ class LiveRun(Run):
         assert live.waiting == len(live.queue)
 
 
-@randomised(ring=60, soak=300, actions=ACTIONS, memory=MEMORIES)
+@randomised(ring=25, nightly=100, soak=300, actions=ACTIONS, memory=MEMORIES)
 def test_in_any_schedule_the_segments_are_the_cells_and_their_holders(
     actions: list[Action], memory: tuple[bool, Sharing]
 ) -> None:
@@ -84,7 +84,7 @@ def test_in_any_schedule_the_segments_are_the_cells_and_their_holders(
     run_all(LiveRun(fake_engine(unified=unified, sharing=sharing, adapters=ADAPTERS, **sizes)), actions)
 
 
-@randomised(ring=30, soak=100, actions=SWITCHING)
+@randomised(ring=15, nightly=50, soak=100, actions=SWITCHING)
 def test_after_a_switch_of_the_layout_too(actions: list[Action]) -> None:
     sizes: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_parallel": N_PARALLEL}
     run_all(LiveRun(fake_engine(sharing="cells", switches=True, adapters=ADAPTERS, **sizes)), actions)

@@ -233,7 +233,8 @@ def wishes(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
 
 
 @randomised(
-    ring=40,
+    ring=20,
+    nightly=60,
     soak=200,
     wanted=st.lists(wishes(), min_size=1, max_size=8),
     n_batch=st.integers(3, 70),

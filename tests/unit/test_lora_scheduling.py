@@ -155,7 +155,8 @@ ARRIVALS = st.tuples(st.sampled_from((NONE, X, Y, Z)), st.integers(1, 30), st.in
 
 
 @randomised(
-    ring=60,
+    ring=30,
+    nightly=100,
     soak=300,
     arrivals=st.lists(ARRIVALS, min_size=2, max_size=20),
     pauses=st.lists(st.integers(0, 6), min_size=20, max_size=20),

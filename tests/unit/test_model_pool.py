@@ -18,6 +18,7 @@ from cppbatch.errors import (
     ModelNotLoaded,
     QueueFull,
 )
+from tests.support.randomised import seeds
 from tests.support.virtual_time import run_in_virtual_time
 
 LOAD_S, CLOSE_S = 2.0, 0.5
@@ -527,7 +528,7 @@ def test_a_load_for_a_request_that_ran_out_of_time_continues_while_no_other_mode
     run_in_virtual_time(main())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(ring=20, nightly=60)
 def test_random_schedules(seed: int) -> None:
     """Requests, clients that leave, failures, loads and unloads by hand, files that change: every request ends, no
     running one is cut off, and no more is loaded than fits (`FakeEngine` asserts it)."""

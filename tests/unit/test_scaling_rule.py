@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.cluster.rules import Decision, Load, ScalingRule
+from tests.support.randomised import randomised
 
 N_PARALLEL = 16
 DELAY = 60.0
@@ -98,11 +99,15 @@ def test_a_pause_between_two_bursts_ends_no_worker() -> None:
         assert simulation.run(5, in_flight=100) == []
 
 
-@settings(deadline=None, derandomize=True, database=None)
-@given(
-    in_flight=st.integers(0, 200), capacity=st.integers(1, N_PARALLEL), earlier=st.integers(0, 200),
+@randomised(
+    ring=30,
+    nightly=100,
+    soak=1000,
+    in_flight=st.integers(0, 200),
+    capacity=st.integers(1, N_PARALLEL),
+    earlier=st.integers(0, 200),
     most=st.integers(2, 6),
-)  # fmt: skip
+)
 def test_a_steady_load_never_makes_the_number_go_up_and_down(
     in_flight: int, capacity: int, earlier: int, most: int
 ) -> None:

@@ -129,7 +129,7 @@ async def test_requests_at_the_moment_at_which_each_of_several_workers_falls_asl
     config = EngineConfig("model.gguf", n_parallel=2)
     groups = [
         EngineGroup([EngineProcess(config, name=str(i), sleep_idle_seconds=IDLE_SECONDS) for i in range(3)])
-        for _ in range(10)
+        for _ in range(4)
     ]
     await asyncio.wait_for(asyncio.gather(*(run_client(group, stepping) for group in groups)), SOON)
     assert sum(worker.cut_off for worker in fake_workers) == 0

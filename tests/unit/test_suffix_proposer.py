@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch import GenerationRequest
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
+from tests.support.randomised import randomised
 
 _ids = itertools.count()
 
@@ -243,8 +243,15 @@ lives = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(lives, st.integers(1, 3), st.integers(1, 200), st.integers(0, 10))
+@randomised(
+    ring=60,
+    nightly=300,
+    soak=3000,
+    lives=lives,
+    n_parallel=st.integers(1, 3),
+    max_tokens=st.integers(1, 200),
+    most=st.integers(0, 10),
+)
 def test_a_draft_is_always_what_followed_an_occurrence_that_the_sequence_may_see(
     lives: list[Any], n_parallel: int, max_tokens: int, most: int
 ) -> None:
