@@ -7,11 +7,20 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    Request,
+    WebError,
+    expect,
+    sync_playwright,
+)
 
 from tests.browser.chromium import NoChromiumError, find_chromium
 from tests.browser.gate import Gate
@@ -23,6 +32,7 @@ FLAGS = (
     "--no-sandbox",  # root, and containers without user namespaces
     "--disable-dev-shm-usage",
     "--disable-gpu",
+    "--process-per-site",  # pages of a context share a process
     # no other host can be reached; names below .test are this machine, for pages of other sites
     "--host-resolver-rules=MAP *.test 127.0.0.1 , MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
@@ -60,10 +70,24 @@ class PageErrors:
 
     def watch(self, context: BrowserContext) -> None:
         """Listens to all pages of a browser context."""
-        context.on("console", self._on_console)
-        context.on("weberror", lambda error: self._found.append(f"exception: {error.error}"))
-        context.on("request", self._on_request)
-        context.on("requestfailed", self._on_failure)
+        for event, listener in self._listeners:
+            context.on(event, listener)
+
+    def unwatch(self, context: BrowserContext) -> None:
+        for event, listener in self._listeners:
+            context.remove_listener(event, listener)
+
+    @property
+    def _listeners(self) -> tuple[tuple[Any, Callable[[Any], None]], ...]:
+        return (
+            ("console", self._on_console),
+            ("weberror", self._on_exception),
+            ("request", self._on_request),
+            ("requestfailed", self._on_failure),
+        )
+
+    def _on_exception(self, error: WebError) -> None:
+        self._found.append(f"exception: {error.error}")
 
     def _on_console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
@@ -179,12 +203,13 @@ def errors() -> Iterator[PageErrors]:
     assert not errors.unexpected, "\n".join(errors.unexpected)
 
 
-def make_context(chromium: Browser, errors: PageErrors, **options: object) -> BrowserContext:
+def make_context(chromium: Browser, errors: PageErrors | None = None, **options: object) -> BrowserContext:
     settings = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US", **options}
     context = chromium.new_context(**settings)
     context.set_default_timeout(TIMEOUT_MS)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
-    errors.watch(context)
+    if errors:
+        errors.watch(context)
     return context
 
 
@@ -203,10 +228,57 @@ def new_context(
         yield new_context
 
 
+class SharedContext:
+    """A browser context of many tests, one after the other, of which only the cache outlives a test.
+
+    All its pages of one server share a process, that of `url`, which stays open. A context and a process for each test
+    took most of the tests' CPU time.
+    """
+
+    def __init__(self, chromium: Browser, url: str) -> None:
+        self._context = make_context(chromium)
+        self._first = self._context.new_page()
+        with self._first.expect_console_message():  # that there is no favicon.ico
+            self._first.goto(url)
+        self._devtools = self._context.new_cdp_session(self._first)
+        self._origins: set[str] = set()
+
+    @contextlib.contextmanager
+    def lend_page(self, errors: PageErrors) -> Iterator[Page]:
+        errors.watch(self._context)
+        self._context.on("request", self._on_request)
+        with self._first.expect_popup() as opened:  # a page that has no opener has a process of its own at first
+            self._first.evaluate("() => { window.open('about:blank') }")
+        yield opened.value
+        for page in self._context.pages:
+            if page != self._first:
+                page.close()
+        self._context.remove_listener("request", self._on_request)
+        errors.unwatch(self._context)
+        for origin in self._origins:
+            self._devtools.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
+        self._origins.clear()
+
+    def _on_request(self, request: Request) -> None:
+        url = urlsplit(request.url)
+        if url.scheme == "http":
+            self._origins.add(f"http://{url.netloc}")
+
+
+@pytest.fixture(scope="session")
+def shared_context(chromium: Browser, server: ServerProcess) -> SharedContext:
+    return SharedContext(chromium, f"{server.url}/page/icon.svg")
+
+
 @pytest.fixture
-def page(new_context: Callable[..., BrowserContext]) -> Page:
-    """An empty page in a separate context: nothing stored, light theme, 1280 x 800."""
-    return new_context().new_page()
+def page(shared_context: SharedContext, errors: PageErrors, afterwards: contextlib.ExitStack) -> Iterator[Page]:
+    """An empty page: nothing stored, light theme, 1280 x 800.
+
+    Its context is that of other tests, and keeps files of the page in its cache and a clock that was installed: a test
+    to which these matter takes a page of `new_context`.
+    """
+    with shared_context.lend_page(errors) as page:
+        yield page
 
 
 class LastingPage(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from tests.browser.conftest import LastingPage, PageErrors, make_context
 from tests.browser.page_checks import (
     PHONE,
     TABS,
@@ -21,6 +22,7 @@ from tests.browser.page_checks import (
     wait_ready,
     walk_by_tab_key,
 )
+from tests.support.server_process import ServerProcess
 
 IMPACTS = ("critical", "serious", "moderate", "minor")
 REACHABLE = """(tab) => {
@@ -34,10 +36,46 @@ REACHABLE = """(tab) => {
 }"""
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_axe_core_finds_nothing_in_both_themes_and_on_a_phone(page: Page, url: str, tab: str) -> None:
-    open_tab(page, url, tab)
+LAST_PART = {
+    "chat": "[aria-label='Example prompts']",
+    "playground": ".run-actions",
+    "live": ".empty",  # "Nothing is running", with buttons: up to 3 seconds after the last request
+    "jobs": "p.muted:has-text('No jobs yet'), h2:text-is('Jobs')",  # the list, or that it is empty
+    "models": "tbody tr",
+}
+"""What a tab draws last, as a selector: before it, controls are added while a test counts them."""
+
+
+@pytest.fixture(scope="module", params=TABS)
+def tab(request: pytest.FixtureRequest) -> str:
+    tab: str = request.param
+    return tab
+
+
+@pytest.fixture(scope="module")
+def lasting(tab: str, chromium: Browser, server: ServerProcess) -> Iterator[LastingPage]:
+    """A whole tab of a server with nothing to do, for all tests that only look at it."""
+    server.wait_idle()
+    errors = PageErrors()
+    page = make_context(chromium, errors).new_page()
+    section = open_tab(page, f"{server.url}/", tab)
     wait_ready(page)
+    expect(section.locator(LAST_PART[tab]).first).to_be_visible()
+    yield LastingPage(page, errors)
+    page.context.close()
+
+
+@pytest.fixture
+def opened(lasting: LastingPage) -> Iterator[Page]:
+    """It has the light theme and is 1280 x 800."""
+    yield lasting.page
+    lasting.page.emulate_media(color_scheme="light", reduced_motion="null")
+    lasting.page.set_viewport_size({"width": 1280, "height": 800})
+    assert not lasting.errors.unexpected, "\n".join(lasting.errors.unexpected)
+
+
+def test_axe_core_finds_nothing_in_both_themes_and_on_a_phone(opened: Page) -> None:
+    page = opened
     assert "\n".join(axe_violations(page, *IMPACTS)) == ""
     dark(page)
     assert "\n".join(axe_violations(page, *IMPACTS)) == "", "dark"
@@ -45,27 +83,19 @@ def test_axe_core_finds_nothing_in_both_themes_and_on_a_phone(page: Page, url: s
     assert "\n".join(axe_violations(page, *IMPACTS)) == "", "on a phone, dark"
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_no_tab_scrolls_sideways(page: Page, url: str, tab: str) -> None:
-    open_tab(page, url, tab)
-    wait_ready(page)
+def test_no_tab_scrolls_sideways(opened: Page) -> None:
     for width in (1280, 768, PHONE["width"]):
-        page.set_viewport_size({"width": width, "height": 740})
-        assert overflow(page) == [], f"{width} px"
+        opened.set_viewport_size({"width": width, "height": 740})
+        assert overflow(opened) == [], f"{width} px"
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_the_tab_key_reaches_every_control_and_each_has_a_name_and_a_visible_focus(
-    page: Page, url: str, tab: str
-) -> None:
-    section = open_tab(page, url, tab)
-    wait_ready(page)
-    reached = walk_by_tab_key(page)
+def test_the_tab_key_reaches_every_control_and_each_has_a_name_and_a_visible_focus(opened: Page, tab: str) -> None:
+    reached = walk_by_tab_key(opened)
     assert [each for each in reached if not each.name] == []
     assert [each for each in reached if not each.outlined] == []
     assert [each for each in reached if not each.visible] == []
-    assert sum(each.tab == tab for each in reached) >= page.evaluate(REACHABLE, tab)
-    expect(section).to_be_visible()
+    assert sum(each.tab == tab for each in reached) >= opened.evaluate(REACHABLE, tab)
+    expect(opened.locator(f"main > section.{tab}")).to_be_visible()
 
 
 def test_the_keyboard_opens_each_tab_and_skips_the_header(page: Page, url: str) -> None:
@@ -112,17 +142,12 @@ def test_the_theme_follows_the_system_until_it_is_chosen_and_the_choice_is_kept(
     assert page.evaluate(background) == dark_colour
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_nothing_moves_when_reduced_motion_is_preferred(
-    new_context: Callable[..., BrowserContext], url: str, tab: str
-) -> None:
-    page = new_context(reduced_motion="reduce").new_page()
-    open_tab(page, url, tab)
-    wait_ready(page)
+def test_nothing_moves_when_reduced_motion_is_preferred(opened: Page) -> None:
+    opened.emulate_media(reduced_motion="reduce")
     moving = """document.getAnimations().filter((one) => one.playState === 'running'
       && one.effect.getComputedTiming().duration > 10).map((one) => one.effect.target.outerHTML.slice(0, 120))"""
-    assert page.evaluate(moving) == []
+    assert opened.evaluate(moving) == []
     transitions = """[...document.querySelectorAll('*')].filter((element) => getComputedStyle(element)
       .transitionDuration.split(',').some((time) => parseFloat(time) > 0.01)).map((element) => element.className)"""
-    assert page.evaluate(transitions) == []
-    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
+    assert opened.evaluate(transitions) == []
+    assert opened.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"

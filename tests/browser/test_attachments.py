@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
 from tests.browser.test_chat import CHAT, answer_with, ask, exported, messages, send
@@ -47,6 +47,10 @@ def file(name: str, media_type: str, content: bytes) -> Any:
 @pytest.fixture
 def chat(page: Page, url: str) -> Page:
     """The Chat tab of a server that accepts images and audio, according to `/props`."""
+    return open_chat(page, url)
+
+
+def open_chat(page: Page, url: str) -> Page:
     takes(page, vision=True, audio=True)
     open_tab(page, url)
     wait_ready(page)
@@ -206,7 +210,10 @@ def test_what_a_full_context_forgets_is_said_with_context_shift(page: Page, url:
     expect(meter).to_contain_text(said.format(half=f"{(limit - 64) // 2:,}"))
 
 
-def test_how_full_the_context_is_is_shown_before_a_message_is_sent(chat: Page) -> None:
+def test_how_full_the_context_is_is_shown_before_a_message_is_sent(
+    new_context: Callable[..., BrowserContext], url: str
+) -> None:
+    chat = open_chat(new_context().new_page(), url)
     meter = chat.locator(".context-meter")
     expect(meter).to_have_count(0)
     field = chat.get_by_role("textbox", name="Message")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from playwright.sync_api import BrowserContext, Page
+from playwright.sync_api import BrowserContext
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, overflow, walk_by_tab_key
 
 
-def test_errors_of_a_page_are_noticed_and_can_be_allowed(page: Page, errors: PageErrors) -> None:
+def test_errors_of_a_page_are_noticed_and_can_be_allowed(
+    new_context: Callable[..., BrowserContext], errors: PageErrors
+) -> None:
+    page = new_context().new_page()
     page.set_content("<script>console.error('one'); setTimeout(() => { throw new Error('two') })</script>")
     page.evaluate("fetch('https://example.org/three').catch(() => {})")
     page.wait_for_function("new Promise((done) => setTimeout(() => done(true), 50))")

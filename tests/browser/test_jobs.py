@@ -6,10 +6,12 @@ import csv
 import io
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from playwright.sync_api import BrowserContext, Download, Page, expect
 
@@ -281,6 +283,12 @@ def test_a_large_file_does_not_hold_up_the_page(modules: Page, megabytes: int) -
     assert found["most"] < 10_000, "lines between two turns of the page"
 
 
+def kill_when_busy(server: ServerProcess, worker: psutil.Process) -> None:
+    """On a thread: lines may be answered before the page shows that the job has been started."""
+    wait_until(lambda: server.get("/stats")["running"])
+    worker.kill()
+
+
 def test_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     page: Page, url: str, server: ServerProcess
 ) -> None:
@@ -300,10 +308,12 @@ def test_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     page.get_by_label("Request of line 2").fill(json.dumps(edited))
     page.get_by_label("Request of line 2").blur()
     expect(page.get_by_text(f"{N_LINES} lines ready, 0 invalid")).to_be_visible()
-    start(page, N_LINES)
-    wait_until(lambda: server.get("/stats")["running"])
     (worker,) = server.workers
-    worker.kill()
+    killer = threading.Thread(target=kill_when_busy, args=(server, worker))
+    killer.start()
+    start(page, N_LINES)
+    killer.join()
+    wait_until(lambda: not psutil.pid_exists(worker.pid))
     expect(page.get_by_role("region", name="Results")).to_be_visible()
     wait_status(page, "completed")
     expect(page.get_by_text(f"{N_LINES} of {N_LINES} lines")).to_be_visible()

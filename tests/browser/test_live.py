@@ -37,11 +37,11 @@ def batch_server(server: ServerProcess) -> Iterator[ServerProcess]:
 class Streams(threading.Thread):
     """16 streaming requests with one shared prompt, in one request. `finish_reasons`: of the choices that ended.
 
-    With `LONG` tokens, a minute of the paced server, they do not end while a test looks at the page, and the test
-    stops them.
+    With `LONG` tokens, over three minutes of the paced server, they do not end while a test looks at the page, and the
+    test stops them.
     """
 
-    LONG = 6000
+    LONG = 20_000
     open: ClassVar[list[Streams]] = []
 
     def __init__(self, server: ServerProcess, max_tokens: int = 60) -> None:

@@ -143,6 +143,7 @@ def test_a_page_on_another_port_or_of_another_site_reads_nothing_and_changes_not
     assert machine.state() == before
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("enctype", ["text/plain", "multipart/form-data", "application/x-www-form-urlencoded"])
 @pytest.mark.parametrize("site", ["http://127.0.0.1:{}/", "http://evil.test:{}/", "http://evil.test:{}/sandbox"])
 def test_a_form_that_submits_itself_is_refused(

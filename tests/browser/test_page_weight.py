@@ -25,6 +25,12 @@ ON_DEMAND = (
 MAX_MS = 200
 
 
+@pytest.fixture
+def page(new_context: Callable[..., BrowserContext]) -> Page:
+    """With an empty cache."""
+    return new_context().new_page()
+
+
 def is_page(url: str) -> bool:
     path = urlsplit(url).path
     return path == "/" or path.startswith("/page/")

@@ -90,13 +90,13 @@ def test_a_table_fills_a_template_and_each_row_is_sent(tab: Page) -> None:
 
 
 def test_one_cell_is_stopped_and_then_all(tab: Page, server: ServerProcess) -> None:
-    fill(tab, STORY, "0.5..1 x 4", Maximum_tokens=2000)
+    fill(tab, STORY, "0.5..1 x 4", Maximum_tokens=20_000)  # over three minutes of the paced server
     tab.get_by_role("button", name="Run", exact=True).click()
     second = tab.locator(".cell").nth(1)
-    expect(second).to_have_class("cell running")
+    expect(tab.locator(".cell.running")).to_have_count(4)
     second.get_by_role("button", name="Stop").click()
     expect(second).to_have_class("cell stopped")
-    assert tab.locator(".cell.running").count() == 3
+    expect(tab.locator(".cell.running")).to_have_count(3)
     tab.get_by_role("button", name="Stop all").click()
     expect(tab.locator(".cell.stopped")).to_have_count(4)
     server.wait_idle()

@@ -6,10 +6,11 @@ import re
 import signal
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 from server_process import free_port
 
 from tests.browser.conftest import PageErrors, StartServer
@@ -133,9 +134,10 @@ def test_a_tab_first_opened_while_the_server_is_down_appears_when_it_is_back(
 
 @pytest.mark.parametrize(("failures", "fetches"), [(1, 2), (99, 2)])
 def test_a_tab_with_a_failed_module_is_loaded_by_one_reload_of_the_page(
-    page: Page, errors: PageErrors, url: str, failures: int, fetches: int
+    new_context: Callable[..., BrowserContext], errors: PageErrors, url: str, failures: int, fetches: int
 ) -> None:
     """Also if the server is back before the page looks; and no endless reloads if the module is missing."""
+    page = new_context().new_page()
     errors.allow("net::ERR_")
     seen: list[str] = []
 
