@@ -67,14 +67,16 @@ class RpcWorker:
         part.replace(self._memory)
 
     def stop(self) -> str:
-        """Ends it, and returns what it wrote to stderr."""
+        """Ends it, and returns what it wrote to stderr; nothing the second time."""
         self.process.terminate()
         if self._memory:
             shutil.rmtree(self._memory.parent)
         assert self.process.stdout
         assert self.process.stderr
-        with self.process.stdout, self.process.stderr:
-            said = self.process.stderr.read()
+        said = ""
+        if not self.process.stderr.closed:
+            with self.process.stdout, self.process.stderr:
+                said = self.process.stderr.read()
         self.process.wait(30)
         return said
 
