@@ -36,6 +36,11 @@ FLAGS = (
     # no other host can be reached; names below .test are this machine, for pages of other sites
     "--host-resolver-rules=MAP *.test 127.0.0.1 , MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
+EMPTY: dict[str, Any] = {
+    "content_type": "text/html",
+    "headers": {"Cross-Origin-Opener-Policy": "same-origin"},  # as the page's: else it is opened in another process
+    "body": "<!doctype html><title>Empty</title><link rel=icon href=data:,>",
+}
 PACED = "tests.support.paced_server"
 TIMEOUT_MS = 30_000  # of `expect` and of actions: machines that run tests are busy
 expect.set_options(timeout=TIMEOUT_MS)
@@ -238,8 +243,8 @@ class SharedContext:
     def __init__(self, chromium: Browser, url: str) -> None:
         self._context = make_context(chromium)
         self._first = self._context.new_page()
-        with self._first.expect_console_message():  # that there is no favicon.ico
-            self._first.goto(url)
+        self._first.route(url, lambda route: route.fulfill(**EMPTY))
+        self._first.goto(url)
         self._devtools = self._context.new_cdp_session(self._first)
         self._origins: set[str] = set()
 
@@ -267,7 +272,7 @@ class SharedContext:
 
 @pytest.fixture(scope="session")
 def shared_context(chromium: Browser, server: ServerProcess) -> SharedContext:
-    return SharedContext(chromium, f"{server.url}/page/icon.svg")
+    return SharedContext(chromium, f"{server.url}/empty")
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ def dark(page: Page) -> None:
 def axe_violations(page: Page, *impacts: str) -> list[str]:
     """What axe-core finds of these impacts ("serious" and "critical" by default), one line for each element."""
     wanted = impacts or ("serious", "critical")
-    page.evaluate(AXE_SCRIPT)
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
     found = page.evaluate("axe.run({resultTypes: ['violations']}).then(results => results.violations)")
     return [
         f"{violation['id']} ({violation['impact']}): {' '.join(map(str, node['target']))}: {_messages(node)}"
