@@ -95,7 +95,13 @@ class TensorInfo(NamedTuple):
     def n_bytes(self) -> int:
         """Bytes of the weights; a lower bound for a type that is not in `WEIGHT_TYPES`."""
         of_kind = WEIGHT_TYPES.get(self.kind)
-        return self.n_elements // of_kind.block * of_kind.n_bytes if of_kind else self.n_elements // 8
+        return self.n_blocks * of_kind.n_bytes if of_kind else self.n_elements // 8
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks of weights; that of weights for a type that is not in `WEIGHT_TYPES`."""
+        of_kind = WEIGHT_TYPES.get(self.kind)
+        return self.n_elements // of_kind.block if of_kind else self.n_elements
 
 
 class FileHeader(NamedTuple):

@@ -90,6 +90,8 @@ _OF_LAYER = re.compile(r"blk\.(\d+)\.")
 _OF_INPUT = re.compile(r"token_(?!embd_norm)|position_embd|per_layer_token")  # always on the CPU
 MAPPED = "CPU_Mapped"
 """The buffer type of weights that are mapped from the file."""
+_AMX_BYTES = {"Q8_0": 4, "Q4_K": 4, "Q5_K": 4, "IQ4_XS": 2}
+"""Bytes of a block that weights packed for AMX take beyond the file's (ggml-cpu `amx/mmq.cpp`, `get_tile_size`)."""
 
 
 class TensorInfo(Protocol):
@@ -100,7 +102,11 @@ class TensorInfo(Protocol):
     @property
     def offset(self) -> int: ...
     @property
+    def kind(self) -> str: ...
+    @property
     def n_bytes(self) -> int: ...
+    @property
+    def n_blocks(self) -> int: ...
 
 
 def weight_buffers(
@@ -130,6 +136,8 @@ def weight_buffers(
                     mapped.append(tensor)
                 else:
                     sizes[place] += tensor.n_bytes
+                    if place == "AMX":
+                        sizes[place] += _AMX_BYTES.get(tensor.kind, 0) * tensor.n_blocks
         if mapped:
             sizes[MAPPED] += max(t.offset + t.n_bytes for t in mapped) - min(t.offset for t in mapped)
     return [Buffer("weights", place, n) for place, n in sizes.items()]

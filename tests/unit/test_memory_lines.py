@@ -15,6 +15,8 @@ class InFile(NamedTuple):
     name: str
     offset: int
     n_bytes: int
+    kind: str = "Q4_0"
+    n_blocks: int = 0
 
 
 def test_each_kind_of_buffer_is_read_with_its_place() -> None:
@@ -68,6 +70,12 @@ def test_weights_that_stay_in_the_file_are_all_from_the_first_to_the_last() -> N
         Buffer("weights", "CPU_REPACK", 30),
         Buffer("weights", MAPPED, 35),
     ]
+
+
+def test_weights_packed_for_amx_take_more_than_in_the_file() -> None:
+    lines = [f"tensor {name} (0 MiB x) buffer type overridden to AMX" for name in "ab"]
+    tensors = [InFile("a", 0, 340, kind="Q8_0", n_blocks=10), InFile("b", 340, 180, kind="Q4_0", n_blocks=10)]
+    assert weight_buffers(lines, [tensors], names_all=True) == [Buffer("weights", "AMX", 380 + 180)]
 
 
 def test_layers_on_a_gpu_take_their_weights_there_and_a_shared_output_is_in_both() -> None:
