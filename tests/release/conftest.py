@@ -47,10 +47,11 @@ def runtimes_in_workers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def preloaded_processes() -> Iterator[None]:
-    """Servers and workers do not import their packages anew: the imports were most of their processor time."""
+def preloaded_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Servers and workers do not import their packages anew: the imports were most of their processor time. At night
+    they start as users start them."""
     with pytest.MonkeyPatch.context() as patch:
-        if preloaded.AVAILABLE:
+        if preloaded.AVAILABLE and request.config.getoption("markexpr") != "nightly":
             patch.setattr(preloaded, "is_used", True)
             patch.setattr(process, "WorkerProcess", PreloadedWorker)
         yield

@@ -95,7 +95,7 @@ def test_sixteen_streams_end_with_the_text_they_would_have_had(
 ) -> None:
     """With an F32 cache, and no other flag."""
     restarts = server.get("/stats")["workers"][0]["restarts"]
-    n_tokens = 16 if times < 10 else 200
+    n_tokens = 100 if times < 10 else 200
     chance = random.Random(f"{how} {first}")
     apart = 10 * n_tokens // times  # 100 chunks for 20 deaths: some tokens for each
     moments = [apart * i + chance.randint(apart // 2, apart) for i in range(times)]

@@ -14,7 +14,7 @@ STORY = "The river floods every spring and the people rebuild the bridge. "
 PROMPTS = [f"Part {i}. " + STORY * (i % 4) + "Then" for i in range(16)]
 LORAS: list[Lora] = [{"x": 1}, {"y": 1}, {}, {"x": 0.25}, {"x": 1, "y": 0.5}]
 OF = [LORAS[i % len(LORAS)] for i in range(len(PROMPTS))]
-N_NEW = 12
+N_NEW = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=N_NEW, ignore_eos=True)
 Files = dict[str, Path]
 
