@@ -1,4 +1,4 @@
-"""Over HTTP: workers die and hang under 16 streams, and no client notices. At night also on the default model."""
+"""The promise on the real model, over HTTP: workers die and hang under 16 streams, and no client notices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.support.fixtures import server_process
 from tests.support.server_process import ServerProcess
 
 N = 16
@@ -30,14 +31,7 @@ KINDS: list[dict[str, Any]] = [
 
 FLAGS = ("-np", str(N), "-c", "8192", "--step-timeout", "10", "-ctk", "f32", "-ctv", "f32")
 
-
-@pytest.fixture(scope="module", params=["tiny_llama", pytest.param("f32_model", marks=pytest.mark.nightly)])
-def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """Of the tiny model, one that lets the texts last long enough."""
-    model = request.getfixturevalue(request.param)
-    module = "tests.support.paced_server" if request.param == "tiny_llama" else "cppbatch"
-    with ServerProcess("-m", model, *FLAGS, module=module) as process:
-        yield process.wait_ready()
+server = server_process("f32_model", *FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +89,7 @@ def test_sixteen_streams_end_with_the_text_they_would_have_had(
 ) -> None:
     """With an F32 cache, and no other flag."""
     restarts = server.get("/stats")["workers"][0]["restarts"]
-    n_tokens = 100 if times < 10 else 200
+    n_tokens = 16 if times < 10 else 200
     chance = random.Random(f"{how} {first}")
     apart = 10 * n_tokens // times  # 100 chunks for 20 deaths: some tokens for each
     moments = [apart * i + chance.randint(apart // 2, apart) for i in range(times)]
