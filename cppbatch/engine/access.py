@@ -117,9 +117,13 @@ class EngineAccess:
             self._inside.value = False
 
     def until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> None:
-        """Returns once `is_done`. Until then, calls `step` with access, except while other threads do."""
+        """Returns once `is_done`. Until then, calls `step` with access, except while other threads do.
+
+        Ctrl-C takes effect at the end of their access: raised while the condition's lock is acquired, it would leave
+        the lock held.
+        """
         while not is_done():
-            with self._mark_inside(), self._changed:
-                while self._n_taken > self._n_ended and not is_done():
+            with interrupts_deferred() as is_pressed, self._mark_inside(), self._changed:
+                while self._n_taken > self._n_ended and not is_done() and not is_pressed():
                     self._changed.wait()
             self.run(lambda: is_done() or step())

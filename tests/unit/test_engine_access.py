@@ -1,0 +1,46 @@
+"""Ctrl-C while a thread waits for its turn at an engine leaves the engine to the other threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from cppbatch.engine.access import EngineAccess, OwnProcess
+
+
+class InterruptedLock:
+    """A lock during whose acquisition Ctrl-C is pressed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.n_left = 1
+
+    def __enter__(self) -> bool:
+        self.lock.acquire()
+        if self.n_left:
+            self.n_left = 0
+            os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def acquire(self, *args: bool) -> bool:
+        return self.lock.acquire(*args)
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a process cannot send itself Ctrl-C on Windows")
+def test_ctrl_c_while_the_lock_is_acquired_does_not_keep_it() -> None:
+    access, interrupted = EngineAccess(OwnProcess()), InterruptedLock()
+    access._changed = threading.Condition(interrupted)  # type: ignore[arg-type]
+    done: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        access.until(lambda: False, lambda: done.append(1))
+    assert not interrupted.lock.locked()
+    assert access.run(lambda: "next") == "next"
