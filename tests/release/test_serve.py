@@ -51,7 +51,7 @@ def test_a_streamed_chat_gives_the_same_text_and_its_usage_last(client: openai.O
         "model": default_model.stem,
         "messages": [{"role": "user", "content": "Count to five."}],
         "temperature": 0,
-        "max_completion_tokens": 16,
+        "max_completion_tokens": 8,  # the model is quantised: later the two best tokens are nearly equal
         "extra_body": {"speculate": False},  # the first answer drafts the second: steps of more rows round otherwise
     }
     whole = client.chat.completions.create(**asked)
