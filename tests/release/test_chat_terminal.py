@@ -95,7 +95,8 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Termina
         command += ["-n", "200"]  # it ends no text by itself
     with contextlib.ExitStack() as stack:
         if where == "with a server":
-            server = stack.enter_context(ServerProcess("-m", model, "-c", "4096", "-np", "2", module=PACED))
+            module = "cppbatch" if name == "default_model" else PACED
+            server = stack.enter_context(ServerProcess("-m", model, "-c", "4096", "-np", "2", module=module))
             command += ["--url", server.wait_ready().url]
         else:
             command += ["-m", str(model), "-c", "4096"]
