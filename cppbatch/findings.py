@@ -28,6 +28,7 @@ Finding = TypeVar("Finding")
 _MOST_FILES = 256  # per kind; beyond that, the oldest are removed
 _ON_CPU = ("base", "cpu", "rpc", "blas")  # ggml's libraries without GPU code
 _OF_LIBRARY = ("GGML_", "LLAMA_")  # environment variables that change the library's behaviour
+_SET_BY_LOADING = "GGML_NO_BACKTRACE"  # by cppbatch, in a process that loads the library; no finding depends on it
 
 
 def library_folder() -> Path | None:
@@ -56,7 +57,8 @@ def finding_key(folder: Path, files: Iterable[Path], *settings: object) -> str:
 
     `files` need not exist: creating one changes the key.
     """
-    variables = sorted(each for each in os.environ.items() if each[0].startswith(_OF_LIBRARY))
+    names = sorted(each for each in os.environ if each.startswith(_OF_LIBRARY) and each != _SET_BY_LOADING)
+    variables = [(name, os.environ[name]) for name in names]
     return _hash(build_key(folder), variables, _own_code(), [(str(f), file_stamp(f)) for f in files], *settings)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from cppbatch import findings
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
 from cppbatch.llama.quantize_child import quantize
@@ -72,6 +73,13 @@ def no_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("CPPBATCH_MODELS", str(models_folder()))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for what is learned about this machine, also in child processes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return findings.finding_path("kind", "key").parents[1]
 
 
 @pytest.fixture(scope="session")

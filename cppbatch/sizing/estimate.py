@@ -15,6 +15,7 @@ from cppbatch.errors import EstimateFailed
 from cppbatch.findings import (
     build_key,
     computes_on_cpu_only,
+    file_stamp,
     finding_key,
     finding_path,
     library_folder,
@@ -123,12 +124,25 @@ def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
     known = {config: each for config, path in paths.items() if (each := read_finding(path, Footprint))}
     if len(known) == len(unique):
         return MemoryEstimate([known[config] for config in configs], [])
+    files = {config: _file_stamps(config) for config in unique}
     answer = _ask(unique)
     by_config = dict(zip(unique, answer.footprints, strict=True))
-    for config, path in paths.items():
-        if by_config[config].error is None and not answer.devices:
-            write_finding(path, by_config[config])
+    for config, footprint in by_config.items():
+        # the path is computed again: the child process may have checked the build, or timed kernels, for the first time
+        is_known = footprint.error is None and not answer.devices and _file_stamps(config) == files[config]
+        if is_known and (path := _footprint_path(config)):
+            write_finding(path, footprint)
     return MemoryEstimate([by_config[config] for config in configs], answer.devices)
+
+
+def _files(config: EngineConfig) -> list[Path]:
+    """The files that an engine loads."""
+    models = [each for each in (config.model_path, config.draft_model, config.mmproj) if each]
+    return [*(part for each in models for part in model_parts(Path(each))), *(Path(path) for path, _ in config.lora)]
+
+
+def _file_stamps(config: EngineConfig) -> list[tuple[int, ...]]:
+    return [file_stamp(file) for file in _files(config)]
 
 
 def _footprint_path(config: EngineConfig) -> Path | None:
@@ -136,10 +150,8 @@ def _footprint_path(config: EngineConfig) -> Path | None:
     folder = library_folder()
     if folder is None or config.rpc or not folder.is_dir() or not computes_on_cpu_only(folder):
         return None
-    models = [each for each in (config.model_path, config.draft_model, config.mmproj) if each]
-    parts = [part for each in models for part in model_parts(Path(each))]
     repacking = [times for times in (times_path(), finding_path("selfcheck", build_key(folder))) if times]
-    files = [*parts, *(Path(path) for path, _ in config.lora), *repacking]  # the last decide which weights are repacked
+    files = [*_files(config), *repacking]  # the last decide which weights are repacked
     return finding_path("memory", finding_key(folder, files, msgspec.json.encode(config), available_threads()))
 
 

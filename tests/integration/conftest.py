@@ -16,6 +16,7 @@ from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
 from cppbatch.config import EngineConfig
 from cppbatch.engine import runtime
+from cppbatch.llama import selfcheck
 from cppbatch.models import kernels
 from cppbatch.sizing import estimate, estimate_child
 from cppbatch.sizing.estimate import MemoryEstimate
@@ -87,6 +88,17 @@ def ask_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[EngineConfig]],
     """Memory is estimated in a child process again, as by this function."""
     monkeypatch.setattr(estimate, "_ask", _ASK_CHILD)
     return _ASK_CHILD
+
+
+@pytest.fixture
+def checked_build() -> None:
+    """This process knows that its build of llama.cpp works: tests that count child processes do not see the check's."""
+    selfcheck.check()
+
+
+@pytest.fixture
+def empty_cache(checked_build: None, empty_cache: Path) -> Path:
+    return empty_cache
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from cppbatch import findings
 from cppbatch.bench import quality
 from cppbatch.bench.quality import measure_proposal
 from cppbatch.cli.models_command import models
@@ -41,13 +40,12 @@ SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> Path:
     """An empty folder for measurements."""
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(attention_child, "_MAX_SECONDS", 0.0)  # the fewest rounds
     monkeypatch.setattr(attention_child, "_ARENA_BYTES", 4 << 20)  # what is timed need not be true
     monkeypatch.setattr(quality, "english_text", lambda: "The north wind and the sun. " * 40)
-    return tmp_path / "cache"
+    return empty_cache
 
 
 @pytest.mark.parametrize(("layout", "n_parallel"), [("per-sequence", 2), ("unified", 1), ("unified", 3)])
@@ -165,11 +163,7 @@ def test_attention_is_chosen_for_the_lengths_of_earlier_requests(
     assert of_file.load == "100 tokens in each of 2 sequences (as in the input file)"
 
 
-async def test_a_worker_keeps_the_sizes_of_its_requests(
-    tiny_llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: cache / name)  # that of the worker
+async def test_a_worker_keeps_the_sizes_of_its_requests(tiny_llama: Path) -> None:
     params = SamplingParams(max_tokens=5, ignore_eos=True)
 
     async def run(engine: EngineProcess, number: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from cppbatch import BatchInferenceEngine, Completion, SamplingParams, findings
+from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.child_processes import child_command
 from cppbatch.config import KvLayout
 from cppbatch.errors import LlamaError, ModelError
@@ -165,7 +165,7 @@ def test_a_gpu_samples_unless_drafts_are_requested(
 
 
 def test_a_driver_that_crashes_when_it_samples_costs_a_child_process_once(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_llama: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried: list[list[str]] = []
 
@@ -173,7 +173,6 @@ def test_a_driver_that_crashes_when_it_samples_costs_a_child_process_once(
         tried.append(command[3:])
         return Failure("killed by SIGABRT", crashed=True)
 
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path)
     monkeypatch.setattr("cppbatch.engine.runtime.find_sampling_crash", probes.find_sampling_crash)
     monkeypatch.setattr(Backend, "offloads", lambda *settings: True)
     monkeypatch.setattr("cppbatch.engine.runtime._MAX_HOST_TOKENS", 100)

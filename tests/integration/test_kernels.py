@@ -13,12 +13,11 @@ from typing import Any
 
 import gguf
 import numpy as np
-import platformdirs
 import pytest
 from click.testing import CliRunner
 from gguf.quants import dequantize
 
-from cppbatch import child_processes, findings
+from cppbatch import child_processes
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.cli.models_command import models
 from cppbatch.cli.serve_command import find_advice
@@ -32,10 +31,9 @@ from tests.support.server_process import ServerProcess
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(empty_cache: Path) -> Path:
     """An empty folder for times."""
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
-    return tmp_path / "cache" / "kernels"
+    return empty_cache / "kernels"
 
 
 @pytest.fixture
@@ -119,7 +117,7 @@ def test_without_a_writable_cache_times_are_kept_in_a_folder_of_the_user(
     children: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first = kernel_times(["F16"])
     assert kernel_times(["F16"]) == first
@@ -147,12 +145,10 @@ def test_ggmls_conversion_gives_the_weights_back(kind: str) -> None:
 
 
 @pytest.fixture
-def row_by_row(untimed_kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def row_by_row(untimed_kernels: None, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A model of Q4_1 and cached times of a CPU that computes Q4_1 row by row."""
-    monkeypatch.setattr(findings, "user_cache_path", platformdirs.user_cache_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for child processes too
     kernel_times(["F16"])
-    [file] = (tmp_path / "cache" / "cppbatch" / "kernels").iterdir()
+    [file] = cache.iterdir()
     slow, fast = ({1: 1.0, 4: n * 4 / 16, 16: n, 256: 16 * n} for n in (16.0, 8.0))
     file.write_text(
         json.dumps(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, findings
+from cppbatch import BatchInferenceEngine
 from cppbatch.config import EngineConfig
 from cppbatch.engine import load_check
 from cppbatch.engine.load_check import check_loads
@@ -67,9 +67,8 @@ class Children:
 
 
 @pytest.fixture
-def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
+def children(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
     children = Children()
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(selfcheck, "run_child", children.run)
     return children
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, findings
+from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt
 from cppbatch.engine import runtime
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.engine.load_check import check_projector
@@ -60,9 +60,8 @@ def open_kind(files: Path, open_engine: OpenEngine) -> Callable[..., BatchInfere
 
 
 @pytest.fixture
-def tried_projectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def tried_projectors(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Projectors are tried in child processes, and none was tried before."""
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(runtime, "check_projector", check_projector)
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from cppbatch import BatchInferenceEngine, EngineConfig, findings
+from cppbatch import BatchInferenceEngine, EngineConfig
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.engine.runtime import load_model
 from cppbatch.llama import Backend, Batch, Context, Model
@@ -33,9 +33,8 @@ def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def faster_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def faster_plain(empty_cache: Path) -> None:
     """Cached times of a CPU that computes batches of Q4_K faster if they are not repacked."""
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     path = kernels.times_path()
     assert path is not None
     path.parent.mkdir(parents=True)
@@ -81,8 +80,7 @@ def test_auto_follows_the_times_and_the_number_of_sequences(q4_k: Path, faster_p
     assert why(repack="off") is None
 
 
-def test_without_times_weights_are_repacked(q4_k: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
+def test_without_times_weights_are_repacked(q4_k: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "child_command", lambda types: ["false"])
     with load_model(config(q4_k)) as model:
         assert model.repack

@@ -31,11 +31,10 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="deaths by signa
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def cache(empty_cache: Path) -> Iterator[Path]:
     """An empty folder for verdicts, and none known to this process."""
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     selfcheck.check.cache_clear()
-    yield tmp_path / "cache" / "selfcheck"
+    yield empty_cache / "selfcheck"
     selfcheck.check.cache_clear()
 
 
@@ -172,7 +171,7 @@ def test_a_cache_that_cannot_be_written_is_ignored(
     children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     children(FINE, FINE)
     assert selfcheck.repacking_works()
 

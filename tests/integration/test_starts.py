@@ -37,10 +37,9 @@ IMPORTS: dict[str, set[str]] = {
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(empty_cache: Path) -> Path:
     """An empty folder for cached measurements."""
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
-    return tmp_path / "cache"
+    return empty_cache
 
 
 @pytest.mark.parametrize("program", IMPORTS)

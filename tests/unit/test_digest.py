@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch import findings
 from cppbatch.errors import ModelError
 from cppbatch.models import digest as digests
 from cppbatch.models.digest import WeightFiles, file_digest, model_digest
@@ -19,12 +18,11 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An own cache, in which files of all sizes count as large."""
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(digests, "_SMALL_BYTES", 0)
     monkeypatch.setattr(digests, "_SETTLED_NS", 0)
-    return tmp_path / "cache" / "digests"
+    return empty_cache / "digests"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cppbatch import BatchInferenceEngine, findings
+from cppbatch import BatchInferenceEngine
 from cppbatch.config import EngineConfig, disk_folder
 from cppbatch.engine.disk import folder as prefix_folder
 from cppbatch.engine.disk import prefixes
@@ -338,9 +338,8 @@ def test_a_prefix_persists_across_a_restart(model: Path, tmp_path: Path, sharing
 
 
 def test_until_the_weights_are_known_nothing_is_read_or_written_and_nothing_is_lost(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     with disk_engine(model, tmp_path / "d") as engine:
         ask(engine, LONG)
     gate, read = threading.Event(), digests._hash
