@@ -27,12 +27,13 @@ from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.lora_turns import LoraRoundRobin
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import Speculator
-from cppbatch.engine.step_budget import StepBudget, StepBudgets
+from cppbatch.engine.step_budget import StepBudget, StepBudgets, with_whole_prompts
 from cppbatch.engine.step_cost import Groups, StepCost
 from cppbatch.engine.step_plan import Scheduled, StepPlan
 from cppbatch.engine.step_shape import StepShape
 
 _MAX_HEADROOM_CELLS = 32  # reserved for the growth of each running sequence when another one is admitted
+_LEAST_REST = 4  # a smaller part of the step's prompt tokens is no piece of a second prompt: it would read all weights
 _MAX_SCORED_TOKENS = 64  # of a prompt per step if each gets a row of logits (192 KiB with a vocabulary of 49,152)
 _AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
 _FAIRNESS_FACTOR = 4.0  # how long shorter prompts may overtake a prompt, in multiples of its own prefill time
@@ -273,10 +274,10 @@ class Scheduler:
             return []
         n_decoding, shape = len(decoding), self._shape
         groups = shape.padded(groups)
-        prefilling, long, budget = self._prompt_budget(prefilling, step_budget, groups, n_decode, decoding)
+        prompts, long, budget, most_whole = self._prompt_budget(prefilling, step_budget, groups, n_decode, decoding)
         prefill: list[Scheduled] = []
-        room = self._step_tokens - sum(groups)
-        for sequence in prefilling:
+        room, least_rest = self._step_tokens - sum(groups), budget // _LEAST_REST if self._kv.has_streams else 0
+        for sequence in prompts:
             if prefill and sequence in long:
                 continue
             end = sequence.piece_end
@@ -289,7 +290,9 @@ class Scheduler:
             else:
                 n_left = (min(end, sequence.prefill_stops[0]) if sequence.prefill_stops else end) - sequence.n_computed
                 n = min(budget, n_left, _MAX_SCORED_TOKENS if sequence.is_scored else n_left)
-                n = shape.piece(sequence, n, n_left, room, has_rows=n_decode > 0)
+                if prefill and n < min(n_left, least_rest):
+                    continue
+                n = shape.piece(sequence, n, n_left, room, has_rows=n_decode > 0, most_whole=most_whole)
             if n > 0:
                 prefill.append((sequence, n))
                 budget -= n
@@ -298,9 +301,9 @@ class Scheduler:
 
     def _prompt_budget(
         self, prefilling: list[Seq], step_budget: StepBudget, groups: Groups, n_decode: int, decoding: list[Seq]
-    ) -> tuple[list[Seq], list[Seq], int]:
-        """The result of `_in_turn`, and the prompt tokens that the step may compute. The arguments are those of
-        `_prefill`."""
+    ) -> tuple[list[Seq], list[Seq], int, int]:
+        """The result of `_in_turn`, the prompt tokens that the step may compute, and those that it may compute as one
+        whole. The arguments are those of `_prefill`."""
         n_decoding = len(decoding)
         n_urgent = sum(not s.is_background for s in prefilling)
         # Many background prompts count as one, so that they do not delay other requests' tokens.
@@ -309,11 +312,11 @@ class Scheduler:
         n_pending = sum(s.n_pending for s in prefilling)
         budget = self._shape.whole_budget(budget, n_decode) if budget < n_pending else n_pending
         prefilling, long = self._in_turn(prefilling, budget, n_decoding, step_budget.cost)
-        if n_decoding and n_urgent:
-            budget = step_budget.with_whole_prompts(budget, groups, [s.n_pending for s in prefilling])
+        most_whole = step_budget.whole_tokens(groups) if n_decoding and n_urgent else 0
+        budget = with_whole_prompts(budget, most_whole, [s.n_pending for s in prefilling])
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
-        return prefilling, long, budget
+        return prefilling, long, budget, most_whole
 
     def _in_turn(
         self, prefilling: list[Seq], budget: int, n_decoding: int, cost: StepCost

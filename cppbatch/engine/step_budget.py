@@ -50,7 +50,7 @@ class StepBudget:
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
-        self._doubles = prefer == "balanced" and target_s is None  # for prompts that are then computed whole
+        self._doubles = prefer == "balanced" and target_s is None  # for prompts, and tiles, that are computed whole
         self._quiet_level = 0.0
         """Like the level of `cost`, but hardly changes while prompts are being computed. Their cells slow decoding
         down, which must not be a reason to slow it down further. 0: not known yet."""
@@ -82,18 +82,13 @@ class StepBudget:
         wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
         return min(most, max(MIN_PIECE_TOKENS, whole_tiles(wanted)))
 
-    def with_whole_prompts(self, budget: int, groups: Groups, pending: Iterable[int]) -> int:
-        """The prompt tokens that a step of these decode rows may compute. `pending`: those of its prompts, in order.
-
-        Prompts that have up to twice the budget are computed whole, if the step takes at most 2 s: streams wait once
-        for them, not twice for halves.
-        """
+    def whole_tokens(self, groups: Groups) -> int:
+        """The prompt tokens that a step of these decode rows may compute as one whole, although it then takes longer
+        than its target: up to 2 s. 0 where the target is strict."""
         if not self._doubles or not (self._quiet_level and self.cost.knows_prompts):
-            return budget
+            return 0
         rows_s = self.cost.rows_s(groups) if groups else 0.0
-        in_time = self.cost.prompt_tokens_in(max(0.0, 2.0 - rows_s))
-        most = min(2 * budget, self._max_tokens - sum(groups), in_time)
-        return max(budget, *takewhile(lambda n: n <= most, accumulate(pending, initial=0)))
+        return min(self._max_tokens - sum(groups), self.cost.prompt_tokens_in(max(0.0, 2.0 - rows_s)))
 
     def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step. `groups`: its decode rows, including padding. `decode_s`: the time in
@@ -114,6 +109,16 @@ class StepBudget:
             prompt_s = max(seconds - rows_s, 0.05 * seconds)
             is_certain = rows_s <= 0.5 * decode_s
             cost.observe_prompt(n_prefill, prompt_s, decode_s=decode_s - rows_s if is_certain else None)
+
+
+def with_whole_prompts(budget: int, most_whole: int, pending: Iterable[int]) -> int:
+    """The prompt tokens that a step may compute. `most_whole`: as `StepBudget.whole_tokens`. `pending`: those of its
+    prompts, in order.
+
+    Prompts that have up to twice the budget are computed whole: streams wait once for them, not twice for halves.
+    """
+    most = min(2 * budget, most_whole)
+    return max(budget, *takewhile(lambda n: n <= most, accumulate(pending, initial=0)))
 
 
 class StepBudgets:

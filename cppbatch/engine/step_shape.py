@@ -23,7 +23,7 @@ from cppbatch.engine.step_plan import Scheduled, StepPlan
 _GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
 _MAX_GAIN_STEPS = 64  # steps for which closing a gap is expected to pay off, at most
 _TILED_FROM_TOKENS = 512  # of a prompt; after that many, a tile of the attention takes about as long as ...
-_TILE_PART = 0.75  # ... this part of it, so a piece that has this part is filled up
+_TILE_PART = 0.5  # ... this part of it computed row by row (0031)
 
 
 class StepShape:
@@ -159,20 +159,29 @@ class StepShape:
             return n
         return max(min(n, MIN_PIECE_TOKENS), self._whole_ubatches(n + n_decode) - n_decode)
 
-    def piece(self, sequence: Seq, n: int, n_left: int, room: int, *, has_rows: bool) -> int:
+    def piece(self, sequence: Seq, n: int, n_left: int, room: int, *, has_rows: bool, most_whole: int) -> int:
         """The size of a piece of a prompt of about `n` tokens that is computed fast.
 
         `n_left`: tokens until the piece must end. `room`: tokens left in the step. `has_rows`: whether the step has
-        decode rows, with which the first token of the piece may be computed.
+        decode rows, with which the first token of the piece may be computed. `most_whole`: as
+        `StepBudget.whole_tokens`.
         """
-        if n >= n_left or not self._kv.has_streams:
+        if not 0 < n < n_left or not self._kv.has_streams:
             return n
         n_among_rows = int(has_rows and n > 1)
-        n = self._whole_ubatches(n - n_among_rows)
-        if sequence.n_computed >= _TILED_FROM_TOKENS and not sequence.is_scored:
-            tile, most = self._kv.attention_tile, min(room, n_left) - n_among_rows
-            n = tile if _TILE_PART * tile <= n < tile <= min(most, self._ubatch_tokens) else n
-        return n_among_rows + n
+        return n_among_rows + self._in_tiles(sequence, n - n_among_rows, min(room, n_left) - n_among_rows, most_whole)
+
+    def _in_tiles(self, sequence: Seq, n: int, most: int, most_whole: int) -> int:
+        """About `n` tokens of a prompt, at most `most`, as whole tiles of its matrix products, or of its attention
+        where that decides."""
+        tile = self._kv.attention_tile
+        if tile == 1 or n > self._ubatch_tokens or sequence.n_computed < _TILED_FROM_TOKENS or sequence.is_scored:
+            return self._whole_ubatches(n)
+        n_tiles, rest = divmod(n, tile)
+        fills = rest >= _TILE_PART * tile or (n_tiles == 0 and tile <= most_whole)
+        if fills and (n_tiles + 1) * tile <= min(most, self._ubatch_tokens):
+            n_tiles += 1
+        return n_tiles * tile or whole_tiles(n)
 
     def _whole_ubatches(self, n: int) -> int:
         """The largest multiple of the ubatch size within `n` tokens: on a GPU, a small remainder costs as much as many
@@ -238,9 +247,10 @@ class FixedRows(StepShape):
         """The sizes of these groups of rows with the padding that `fill` adds."""
         return tuple(padded_size(n, self._min_rows) for n in groups)
 
-    def piece(self, sequence: Seq, n: int, n_left: int, room: int, *, has_rows: bool) -> int:
+    def piece(self, sequence: Seq, n: int, n_left: int, room: int, *, has_rows: bool, most_whole: int) -> int:
         """The size of a piece of a prompt (`StepShape.piece`) that fits into the step with its padding."""
-        n = min(super().piece(sequence, n, n_left, room, has_rows=False), room - self.piece_padding)
+        n = super().piece(sequence, n, n_left, room, has_rows=False, most_whole=most_whole)
+        n = min(n, room - self.piece_padding)
         if n < sequence.n_pending:
             return n
         return tokens_before_padding(n, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)

@@ -545,22 +545,67 @@ def test_a_long_prompt_is_not_overtaken_by_short_ones_for_ever() -> None:
     assert n_shorts > 5, "short ones go before it for a while"
 
 
-@pytest.mark.parametrize(("tile", "long_piece"), [(1, 49), (64, 65)])
-def test_a_piece_of_a_long_prompt_fills_most_of_a_tile_of_the_attention_or_all(
-    tile: int, long_piece: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("budget", "tile", "most_whole", "expected"),
+    [
+        (50, 1, 0, (49, 49)),
+        (50, 64, 0, (49, 65)),
+        (33, 64, 0, (33, 65)),
+        (25, 64, 0, (17, 17)),
+        (25, 64, 63, (17, 17)),  # the time for it is short of a tile
+        (25, 64, 64, (17, 65)),
+        (100, 64, 0, (97, 129)),
+        (90, 64, 999, (81, 65)),
+        (160, 64, 0, (145, 129)),
+    ],
+)
+def test_a_piece_of_a_long_prompt_is_whole_tiles_of_the_attention(
+    budget: int, tile: int, most_whole: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: 50)
+    """A tile takes about as long as half of it row by row, and may be more than the budget where a whole may be."""
+    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: budget)
+    monkeypatch.setattr(StepBudget, "whole_tokens", lambda *_args: most_whole)
     policy = Policy(n_ctx=4096, unified=False, step_tokens=256)
     policy.memory.attention_tile = tile
     policy.add("stream", 4, max_new=100)
     policy.step()
-    prompt, pieces = policy.add("prompt", 800, max_new=1), []
-    for _ in range(12):
+    prompt, pieces = policy.add("prompt", 1000, max_new=1), []
+    while prompt.n_computed < 800:
         before = prompt.n_computed
         policy.step()
         pieces.append((before, prompt.n_computed - before))
-    assert {n for before, n in pieces if before < 512} == {49}  # the first token is among the rows
-    assert {n for before, n in pieces if before >= 512} == {long_piece}
+    short, long = ({n for before, n in pieces if (before >= 512) == is_long} for is_long in (False, True))
+    assert (short, long) == ({expected[0]}, {expected[1]})  # the first token is among the rows
+
+
+def test_a_step_that_only_measures_decode_rows_has_no_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = iter([4, 600, 0])
+    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: next(budgets))
+    monkeypatch.setattr(StepBudget, "whole_tokens", lambda *_args: 64)
+    policy = Policy(n_ctx=4096, unified=False, step_tokens=1024)
+    policy.memory.attention_tile = 64
+    policy.add("stream", 4, max_new=100)
+    policy.step()
+    prompt = policy.add("prompt", 800, max_new=1)
+    policy.step()
+    assert prompt.n_computed >= 512
+    assert chunks(policy.step()) == {"stream": 1}
+
+
+@pytest.mark.parametrize(("unified", "second", "piece"), [(False, 500, 0), (True, 500, 15), (False, 19, 19)])
+def test_a_small_rest_of_a_step_is_no_piece_of_a_second_prompt_unless_it_ends_it(
+    unified: bool, second: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With streams it would be an ubatch of its own, which reads all weights."""
+    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: 100)
+    policy = Policy(n_ctx=4096, unified=unified, step_tokens=256)
+    policy.add("stream", 4, max_new=100)
+    policy.step()
+    policy.add("first", 80, max_new=1)
+    policy.add("second", second, max_new=1)
+    (with_first,) = (step for _ in range(2) if "first" in (step := chunks(policy.step())))
+    assert with_first["first"] == 80
+    assert with_first.get("second", 0) == piece
 
 
 def test_a_whole_tile_of_the_attention_never_exceeds_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

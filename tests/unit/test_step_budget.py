@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from cppbatch.engine.step_budget import StepBudget
+from cppbatch.engine.step_budget import StepBudget, with_whole_prompts
 
 
 def run(budget: StepBudget, *, decode_s: float, token_s: float, steps: int = 30) -> list[float]:
@@ -157,16 +157,21 @@ def test_a_target_holds_over_random_loads(target_s: float) -> None:
 def test_a_prompt_that_takes_twice_the_budget_is_computed_whole() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.05, token_s=1e-3)
-    n = budget.prefill_tokens((8,), 1)
-    assert budget.with_whole_prompts(n, (8,), [2 * n]) == 2 * n
-    assert budget.with_whole_prompts(n, (8,), [n // 2, n, n]) == n + n // 2, "the first two, and no piece of the third"
-    assert budget.with_whole_prompts(n, (8,), [2 * n + 1, 10]) == n, "it takes two pieces in any case"
-    assert StepBudget(2048, 0.1).with_whole_prompts(n, (8,), [2 * n]) == n, "a target is kept"
+    n, most = budget.prefill_tokens((8,), 1), budget.whole_tokens((8,))
+    assert with_whole_prompts(n, most, [2 * n]) == 2 * n
+    assert with_whole_prompts(n, most, [n // 2, n, n]) == n + n // 2, "the first two, and no piece of the third"
+    assert with_whole_prompts(n, most, [2 * n + 1, 10]) == n, "it takes two pieces in any case"
 
 
 def test_a_whole_prompt_makes_no_pause_of_more_than_two_seconds() -> None:
     budget = StepBudget(2048)
     run(budget, decode_s=0.25, token_s=20e-3)
-    n = budget.prefill_tokens((8,), 1)
-    assert budget.with_whole_prompts(n, (8,), [n + 4]) == n + 4
-    assert budget.with_whole_prompts(n, (8,), [2 * n]) == n
+    n, most = budget.prefill_tokens((8,), 1), budget.whole_tokens((8,))
+    assert with_whole_prompts(n, most, [n + 4]) == n + 4
+    assert with_whole_prompts(n, most, [2 * n]) == n
+
+
+@pytest.mark.parametrize("budget", [StepBudget(2048, 0.1), StepBudget(2048, prefer="latency")])
+def test_a_strict_target_is_kept_also_for_a_whole_prompt(budget: StepBudget) -> None:
+    run(budget, decode_s=0.05, token_s=1e-3)
+    assert budget.whole_tokens((8,)) == 0
