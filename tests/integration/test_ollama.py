@@ -180,8 +180,10 @@ def test_options_are_those_of_chat_completions_under_ollamas_names(server: ChatS
 
 
 def test_num_predict_below_one_has_no_limit(server: ChatServer) -> None:
+    asked = {**ASK, "messages": [{"role": "user", "content": "a" * 900}]}  # most of the context
     for n in (-1, -2, 0):
-        answer = whole(server, "/api/chat", {**ASK, "options": {"num_predict": n, "ignore_eos": True}})
+        answer = whole(server, "/api/chat", {**asked, "options": {"num_predict": n, "ignore_eos": True}})
+        assert answer["prompt_eval_count"] > 900
         assert answer["prompt_eval_count"] + answer["eval_count"] == 1024
         assert answer["done_reason"] == "length"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from cppbatch.bench import compare_files, quality
-from cppbatch.bench.quality import english_text
+from cppbatch.bench.quality import CONTEXT, compare_english, english_text
+from cppbatch.config import EngineConfig
+from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.pull import choose_model, pull_default
 from cppbatch.models.requantize import EXACT, plan_type, requantize, suited_types
@@ -34,13 +37,16 @@ def suited_copy(
 def test_text_is_predicted_nearly_as_well(
     suited_copy: Path, default_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare_files, "_SPEED_SECONDS", 0)
     text = english_text()
     monkeypatch.setattr(quality, "english_text", lambda: text[: len(text) // 4])
-    source, copy = compare_files.compare_files(default_source, suited_copy).rows
-    assert copy["perplexity"] < 1.02 * source["perplexity"]
-    assert copy["same_top_percent"] >= 94
-    assert copy["kl_divergence"] < 0.02
+    configs = [EngineConfig(str(path), n_ctx=CONTEXT, n_parallel=1) for path in (default_source, suited_copy)]
+    with ExitStack() as stack:
+        models = [stack.enter_context(load_model(config)) for config in configs]
+        contexts = [stack.enter_context(make_context(*each)) for each in zip(configs, models, strict=True)]
+        (found,), _ = compare_english(contexts, models[0].vocab)
+    assert found.perplexity < 1.02 * found.source_perplexity
+    assert found.figures()["same_top_percent"] >= 94
+    assert found.kl_divergence < 0.02
 
 
 def test_the_default_model_has_a_type_that_suits_this_cpu_and_is_chosen_again(
