@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,11 +25,9 @@ from tests.support.llama_cpp_source import chat_templates
 
 
 def pytest_configure() -> None:
-    """Gives each process of pytest-xdist its own cores: engines on the same cores wait for each other's threads."""
-    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
-    if worker and count and sys.platform == "linux":
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: int(count)] or cores)
+    """Engines beside each other compute with one thread each: with more they would wait for each other's threads."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_THREAD_LIMIT"] = "1"  # read when llama.cpp is loaded, here and in child processes
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 import numpy.typing as npt
@@ -65,24 +65,23 @@ class InputProcessor:
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
         self._is_closed = False
         self._readers = Counter[int]()  # the threads that read the vocabulary, with their calls
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # no Condition, whose lock stays held if Ctrl-C interrupts its `__enter__`
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Keeps the model open meanwhile: `close` waits. Raises `EngineClosed`."""
         thread = threading.get_ident()
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise EngineClosed("the engine is closed")
             self._readers[thread] += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._readers[thread] -= 1
                 if not self._readers[thread]:
                     del self._readers[thread]
-                self._changed.notify_all()
 
     def process(
         self,
@@ -249,12 +248,16 @@ class InputProcessor:
 
     def close(self) -> None:
         """Stops the process that compiles grammars, and waits for the calls of other threads."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
         self._grammars.close()
-        with self._changed:
-            # a thread that never returns must not keep the engine from closing
-            self._changed.wait_for(lambda: not self._readers.keys() - {threading.get_ident()}, 60.0)
+        end = perf_counter() + 60.0  # a thread that never returns must not keep the engine from closing
+        while self._others_read() and perf_counter() < end:
+            sleep(0.002)
+
+    def _others_read(self) -> bool:
+        with self._lock:
+            return bool(self._readers.keys() - {threading.get_ident()})
 
     def _check_task(self, request: GenerationRequest) -> None:
         info = self._info

@@ -78,7 +78,7 @@ def test_the_longest_task_is_measured_by_the_time_of_the_cpu(chromium: Browser, 
     with Tasks(chromium, page) as tasks:
         work = f"for (let i = 0; i < 15; i++) ({BASELINE.replace('performance.mark', 'String')})()"
         page.evaluate(f"new Promise((done) => setTimeout(() => {{ {work}; done() }}))")
-    assert 10 < tasks.longest < 20
+    assert 7 < tasks.longest < 30
 
 
 @pytest.fixture

@@ -141,4 +141,4 @@ def test_a_page_of_another_origin_cannot_show_this_one_in_a_frame(
     frame.write_text(f"<!doctype html><title>Frame</title><iframe src='{url}'></iframe>")
     with page.expect_event("requestfailed"):
         page.goto(frame.as_uri())
-    assert page.frames[1].url.startswith(("chrome-error:", "about:"))
+    assert not page.frames[1].url.startswith("http")  # it may not show the error yet

@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, MediaPrompt, SamplingParams
-from cppbatch.config import CHOICES, CPU_PARTS, EngineConfig
+from cppbatch.config import CHOICES, CPU_PARTS, EngineConfig, LoadMode
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
 from cppbatch.llama import Backend
 from cppbatch.models.kernels import DeviceTimes
@@ -26,7 +26,7 @@ from cppbatch.sizing import placement
 from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.device_times import CPU
-from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.memory_check import check_planned, first_ample
 from cppbatch.sizing.sizes import LoadedSizes, candidates_for, first_beside
 from tests.support import tiny_models, tiny_projectors
@@ -367,10 +367,17 @@ def test_texts_do_not_depend_on_where_threads_run(numa: str, models: dict[str, P
     assert json.loads(done.stdout.splitlines()[-1]) == expected["dense"]
 
 
+def without_process(footprint: Footprint) -> Footprint:
+    """The process grows between two estimates."""
+    return replace(footprint, buffers=[each for each in footprint.buffers if each.kind != "process"])
+
+
 def test_copied_weights_count_as_memory_that_must_be_free(models: dict[str, Path]) -> None:
+    modes: tuple[LoadMode, ...] = ("mmap", "none")
+    answer = estimate_memory([EngineConfig(str(models["dense"]), load_mode=mode, **SIZES) for mode in modes])
     mapped, copied = (
-        memory_demands(estimate_memory([EngineConfig(str(models["dense"]), load_mode=mode, **SIZES)]), 1 << 40)[0]
-        for mode in ("mmap", "none")
+        memory_demands(MemoryEstimate([without_process(each)], answer.devices), 1 << 40)[0]
+        for each in answer.footprints
     )
     assert mapped.mapped > 0
     assert copied.mapped == 0

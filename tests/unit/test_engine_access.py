@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from types import FrameType
 
 import pytest
 
+from cppbatch import GenerationRequest, SamplingParams
 from cppbatch.engine.access import EngineAccess, OwnProcess
+from tests.support.fakes import fake_engine
 
 
 class InterruptedLock:
@@ -44,3 +48,19 @@ def test_ctrl_c_while_the_lock_is_acquired_does_not_keep_it() -> None:
         access.until(lambda: False, lambda: done.append(1))
     assert not interrupted.lock.locked()
     assert access.run(lambda: "next") == "next"
+
+
+def test_requests_are_prepared_without_a_lock_that_ctrl_c_could_leave_held() -> None:
+    """`Condition.__enter__` is Python code: Ctrl-C between its acquisition and the block keeps the lock for ever."""
+    engine, entered = fake_engine(), []
+
+    def trace(frame: FrameType, *_: object) -> None:
+        if frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "__enter__":
+            entered.append(frame.f_back)
+
+    sys.settrace(trace)
+    try:
+        engine.core.make_sequence(GenerationRequest(id="", prompt=[1, 2], params=SamplingParams(max_tokens=1)))
+    finally:
+        sys.settrace(None)
+    assert entered == []
