@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +26,14 @@ from tests.support.llama_cpp_source import chat_templates
 
 
 def pytest_configure() -> None:
-    """Engines beside each other compute with one thread each: with more they would wait for each other's threads."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ["OMP_THREAD_LIMIT"] = "1"  # read when llama.cpp is loaded, here and in child processes
+    """Gives each process of pytest-xdist its own cores: engines on the same cores wait for each other's threads.
+
+    With CPPBATCH_TEST_UNPINNED they use any core: scripts/test sets it for the rings that mostly wait.
+    """
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if worker and count and sys.platform == "linux" and "CPPBATCH_TEST_UNPINNED" not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: int(count)] or cores)
 
 
 @pytest.hookimpl(tryfirst=True)

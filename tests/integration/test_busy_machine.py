@@ -48,7 +48,14 @@ def test_beside_busy_cores_an_engine_uses_one_thread_also_with_a_number_of_its_o
     config = EngineConfig(str(tiny_llama), n_ctx=256, n_parallel=2, **settings)  # type: ignore[arg-type]
     with busy(len(usable_cpus())), loaded(config) as runtime:
         threads = some(runtime.threads)
-        wait_until(lambda: threads.now() == 1)
+
+        def after_a_step() -> int:
+            end = time.thread_time() + 0.02
+            while time.thread_time() < end:
+                pass
+            return threads.now()
+
+        wait_until(lambda: after_a_step() == 1)
 
 
 @pytest.fixture
