@@ -289,6 +289,21 @@ def kill_when_busy(server: ServerProcess, worker: psutil.Process) -> None:
     worker.kill()
 
 
+def test_a_job_does_not_start_with_what_was_checked_before_the_last_change(page: Page, url: str) -> None:
+    open_tab(page, url, "jobs")
+    choose(page, "words.csv", rows(3))
+    expect(page.get_by_role("button", name="Start 3 lines")).to_be_enabled()
+    page.evaluate("window.requestAnimationFrame = () => 0")  # a busy machine: the check begins long after the change
+    is_disabled = page.get_by_label("Template").evaluate("""async (field) => {
+        field.value = 'A {word} is';
+        field.dispatchEvent(new Event('input', {bubbles: true}));
+        await new Promise((done) => setTimeout(done));
+        return [...document.querySelectorAll('button')].find((each) => each.textContent.includes('Start')).disabled;
+    }""")
+    assert is_disabled
+    expect(page.get_by_role("button", name="Start 3 lines")).to_be_enabled()
+
+
 def test_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     page: Page, url: str, server: ServerProcess
 ) -> None:

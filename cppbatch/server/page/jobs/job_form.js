@@ -180,7 +180,7 @@ export function JobForm({server, onStarted}) {
     const timer = setTimeout(async () => {
       const result = await checkFile(source.blob, source.kind, settings, edits, progress)
         .catch((error) => ({problem: error.message}));
-      if (isMine()) setCheck(result);
+      if (isMine()) setCheck({...result, settings, edits});
     }, 250);
     return () => clearTimeout(timer);
   }, [found, settings, edits]);
@@ -205,7 +205,8 @@ export function JobForm({server, onStarted}) {
   const noun = source.texts ? 'file' : 'line';
   const {good = 0, bad = 0, wrong = [], previews = [], problem, isRunning} = check;
   const counts = `${plural(good, noun)} ready, ${count(bad)} invalid${bad ? ' and skipped' : ''}`;
-  const isReady = found && !isRunning && !problem;
+  // Start must not send what was checked before the last change: a new check begins after the next paint.
+  const isReady = found && !isRunning && !problem && check.settings === settings && check.edits === edits;
   return html`${refusals}<section class="card stack" aria-label="New job">
     <div class="row"><h2 class="grow name">${source.name}</h2>
       <span class="muted">${bytes(source.blob.size)}</span></div>
