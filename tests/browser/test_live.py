@@ -377,6 +377,20 @@ def test_a_server_that_stops_sending_in_the_middle_of_a_batch_is_detected(
     streams.stop()
 
 
+def test_times_of_a_second_without_a_whole_step_are_missing(modules: Page) -> None:
+    """They were infinite, and the chart had no numbers."""
+    example = (Path(__file__).parents[1] / "live_example.json").read_text()
+    function = f"""({{LiveHistory}}) => {{
+        const history = new LiveHistory();
+        const next = structuredClone({example}.full);
+        for (const {{interval}} of next.workers) if (interval) interval.steps = 0;
+        history.add(next);
+        const {{decode, batch}} = history.samples[0];
+        return [decode === undefined, Number.isNaN(decode), batch];
+    }}"""
+    assert in_page(modules, "live_history.js", function) == [False, True, 0]
+
+
 def test_rates_are_means_of_a_second_and_a_silence_is_a_gap(modules: Page) -> None:
     example = (Path(__file__).parents[1] / "live_example.json").read_text()
     function = f"""({{LiveHistory}}) => {{

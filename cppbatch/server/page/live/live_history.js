@@ -43,7 +43,7 @@ export class LiveHistory {
       ttft: ttft.p50, ttft95: ttft.p95, itl: itl.p50, itl95: itl.p95,
       batch: steps ? sum((each) => each.batch_size * each.steps) / steps : 0,
       acceptance: sum((each) => each.accepted_tokens) / sum((each) => each.drafted_tokens),
-      ...Object.fromEntries(PHASES.map((name) => [name, sum((each) => each.phases[name]) / steps])),
+      ...Object.fromEntries(PHASES.map((name) => [name, steps ? sum((each) => each.phases[name]) / steps : NaN])),
     };
   }
 
