@@ -33,7 +33,7 @@ from cppbatch.engine.step_plan import Scheduled, StepPlan
 from cppbatch.engine.step_shape import StepShape
 
 _MAX_HEADROOM_CELLS = 32  # reserved for the growth of each running sequence when another one is admitted
-_LEAST_REST = 4  # a smaller part of the step's prompt tokens is no piece of a second prompt: it would read all weights
+_LEAST_REST = 4  # a second prompt gets at least this part (1/4) of the step, or its own end: small ubatches cost most
 _MAX_SCORED_TOKENS = 64  # of a prompt per step if each gets a row of logits (192 KiB with a vocabulary of 49,152)
 _AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
 _FAIRNESS_FACTOR = 4.0  # how long shorter prompts may overtake a prompt, in multiples of its own prefill time

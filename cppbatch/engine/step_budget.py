@@ -50,7 +50,7 @@ class StepBudget:
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
-        self._doubles = prefer == "balanced" and target_s is None  # for prompts, and tiles, that are computed whole
+        self._may_exceed = prefer == "balanced" and target_s is None  # the target, for whole prompts and tiles
         self._quiet_level = 0.0
         """Like the level of `cost`, but hardly changes while prompts are being computed. Their cells slow decoding
         down, which must not be a reason to slow it down further. 0: not known yet."""
@@ -85,7 +85,7 @@ class StepBudget:
     def whole_tokens(self, groups: Groups) -> int:
         """The prompt tokens that a step of these decode rows may compute as one whole, although it then takes longer
         than its target: up to 2 s. 0 where the target is strict."""
-        if not self._doubles or not (self._quiet_level and self.cost.knows_prompts):
+        if not self._may_exceed or not (self._quiet_level and self.cost.knows_prompts):
             return 0
         rows_s = self.cost.rows_s(groups) if groups else 0.0
         return min(self._max_tokens - sum(groups), self.cost.prompt_tokens_in(max(0.0, 2.0 - rows_s)))

@@ -23,7 +23,7 @@ from cppbatch.engine.step_plan import Scheduled, StepPlan
 _GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
 _MAX_GAIN_STEPS = 64  # steps for which closing a gap is expected to pay off, at most
 _TILED_FROM_TOKENS = 512  # of a prompt; after that many, a tile of the attention takes about as long as ...
-_TILE_PART = 0.5  # ... this part of it computed row by row (0031)
+_TILE_PART, _DEEP_TILE_PART = 0.75, 0.5  # ... this part of it row by row; the second one after thousands (0031)
 
 
 class StepShape:
@@ -178,7 +178,9 @@ class StepShape:
         if tile == 1 or n > self._ubatch_tokens or sequence.n_computed < _TILED_FROM_TOKENS or sequence.is_scored:
             return self._whole_ubatches(n)
         n_tiles, rest = divmod(n, tile)
-        fills = rest >= _TILE_PART * tile or (n_tiles == 0 and tile <= most_whole)
+        fills = rest >= _TILE_PART * tile
+        if tile <= most_whole:  # the step may take longer than its target
+            fills = n_tiles == 0 or rest >= _DEEP_TILE_PART * tile
         if fills and (n_tiles + 1) * tile <= min(most, self._ubatch_tokens):
             n_tiles += 1
         return n_tiles * tile or whole_tiles(n)

@@ -550,11 +550,14 @@ def test_a_long_prompt_is_not_overtaken_by_short_ones_for_ever() -> None:
     [
         (50, 1, 0, (49, 49)),
         (50, 64, 0, (49, 65)),
-        (33, 64, 0, (33, 65)),
+        (33, 64, 0, (33, 33)),
+        (33, 64, 64, (33, 65)),
         (25, 64, 0, (17, 17)),
         (25, 64, 63, (17, 17)),  # the time for it is short of a tile
         (25, 64, 64, (17, 65)),
-        (100, 64, 0, (97, 129)),
+        (100, 64, 0, (97, 65)),
+        (100, 64, 64, (97, 129)),
+        (120, 64, 0, (113, 129)),
         (90, 64, 999, (81, 65)),
         (160, 64, 0, (145, 129)),
     ],
@@ -562,7 +565,8 @@ def test_a_long_prompt_is_not_overtaken_by_short_ones_for_ever() -> None:
 def test_a_piece_of_a_long_prompt_is_whole_tiles_of_the_attention(
     budget: int, tile: int, most_whole: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile takes about as long as half of it row by row, and may be more than the budget where a whole may be."""
+    """A tile takes about as long as three quarters of it row by row, after thousands of tokens half. It is more than
+    the budget where a step may take longer than its target."""
     monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: budget)
     monkeypatch.setattr(StepBudget, "whole_tokens", lambda *_args: most_whole)
     policy = Policy(n_ctx=4096, unified=False, step_tokens=256)
