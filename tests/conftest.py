@@ -85,6 +85,15 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return findings.finding_path("kind", "key").parents[1]
 
 
+@pytest.fixture
+def no_gc_callbacks() -> Iterator[None]:
+    """Nothing runs in garbage collections, where Python ignores a KeyboardInterrupt: hypothesis measures them."""
+    callbacks = gc.callbacks.copy()
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = callbacks
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -376,7 +377,7 @@ def test_grammar_limits_apply_to_each_request_separately(
 def test_a_grammar_that_would_take_hours_to_read_is_given_up(
     engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.core.inputs._grammars._patient, "_timeout_s", 1.0)
+    monkeypatch.setattr(engine.core.inputs._grammars._patient, "_cpu_s", 1.0)
     with pytest.raises(InvalidRequest, match=r"^json_schema: is too complex"):
         prepare(engine, json_schema={"type": "integer", "multipleOf": 99_999_989})
     assert one(engine, greedy(9, guided_regex="after that [0-9]")).text.startswith("after that ")
@@ -395,6 +396,17 @@ def test_closing_does_not_wait_for_a_grammar_that_is_being_read() -> None:
     assert monotonic() - began < 5
     with pytest.raises(EngineClosed):
         checker.definition("guided_regex", "ready")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there the time that passes is limited")
+def test_a_grammar_is_not_given_up_because_other_programs_use_the_cores() -> None:
+    checker = grammar_check.GrammarChecker(cpu_s=0.5)
+    checker.definition("guided_regex", "ready")
+    assert checker._child
+    os.kill(checker._child.pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (checker._child.pid, signal.SIGCONT)).start()
+    assert checker.definition("guided_regex", "continued")
+    checker.close()
 
 
 def test_a_child_that_has_died_since_the_last_look_at_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +459,7 @@ async def test_requests_do_not_wait_for_slow_grammars_of_others(
     assert reasons == [FinishReason.LENGTH, FinishReason.TIMEOUT]
 
 
+@pytest.mark.usefixtures("no_gc_callbacks")
 def test_ctrl_c_while_a_grammar_is_read_does_not_affect_the_next(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
         prepare(engine, guided_regex="ready")

@@ -79,6 +79,7 @@ def test_8_threads_with_calls_of_all_kinds_get_the_texts_they_get_alone(
     assert not engine.has_work
 
 
+@pytest.mark.usefixtures("no_gc_callbacks")
 @N
 def test_ctrl_c_at_random_moments_of_all_kinds_of_calls_loses_nothing(
     engine: BatchInferenceEngine, alone: Texts, n: int

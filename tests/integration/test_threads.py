@@ -59,6 +59,7 @@ def test_8_threads_with_50_short_calls_each_get_the_texts_they_get_alone(
     assert not engine.has_work
 
 
+@pytest.mark.usefixtures("no_gc_callbacks")
 def test_ctrl_c_at_50_random_moments_beside_other_threads(engine: BatchInferenceEngine, alone: dict[str, str]) -> None:
     rng, ends = random.Random(24), threading.Event()
 

@@ -241,11 +241,12 @@ async def test_a_local_engine_is_kept_by_what_iterates_it() -> None:
     await engine.loaded()
     thread, dropped = thread_of(engine), weakref.ref(engine)
     events = engine.submit(GenerationRequest(id="a", prompt=[1, 2], params=greedy(30)))
-    await anext(events)
+    taken = [await anext(events)]
     del engine
     assert dropped()
     with pytest.warns(ResourceWarning, match="unclosed"):
-        assert [event async for event in events][-1].finish_reason
+        taken += [event async for event in events]
+    assert taken[-1].finish_reason
     await asyncio.to_thread(thread._thread.join, 10)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from time import monotonic
@@ -16,9 +18,13 @@ from time import monotonic
 from cppbatch.child_processes import child_command, start
 from cppbatch.errors import EngineClosed
 
-TIMEOUT_S = 10.0
+_CPU_S = 10.0
 QUICK_S = 1.0
 TOO_COMPLEX = "is too complex"
+if sys.platform == "win32":  # has no limit for CPU time
+    _TIMEOUT_S, _OUT_OF_CPU_TIME = _CPU_S, None
+else:  # a busy machine gives the child, at its low priority, a tenth of a core
+    _TIMEOUT_S, _OUT_OF_CPU_TIME = 60.0, -signal.SIGPROF
 
 
 class SlowGrammar(Exception):
@@ -40,8 +46,8 @@ class GrammarChecker:
     which would crash this process.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, cpu_s: float = _CPU_S, timeout_s: float = _TIMEOUT_S) -> None:
+        self._cpu_s, self._timeout_s = cpu_s, timeout_s
         self._child: subprocess.Popen[str] | None = None
         self._closed = False
         self._lock = threading.Lock()  # held while the child reads a grammar
@@ -71,16 +77,18 @@ class GrammarChecker:
         with self._starting:
             if self._closed:
                 raise EngineClosed("the engine is closed")
-            if self._child is None or self._child.poll() is not None:
-                self._child = _start()
             child = self._child
+            if is_new := child is None or child.poll() is not None:
+                child = self._child = _start()
         assert child.stdin
         assert child.stdout
         timer = threading.Timer(self._timeout_s, child.kill)
-        timer.start()
-        began = monotonic()
         try:
-            child.stdin.write(json.dumps([field, text]) + "\n")
+            if is_new:  # on a busy machine its imports can take longer than a grammar may
+                child.stdout.readline()
+            began = monotonic()
+            timer.start()
+            child.stdin.write(json.dumps([field, text, self._cpu_s]) + "\n")
             child.stdin.flush()
             line = child.stdout.readline()
         except BrokenPipeError:
@@ -92,8 +100,8 @@ class GrammarChecker:
             timer.cancel()
         if not line:
             self._end()
-        if not line and monotonic() - began >= self._timeout_s:
-            raise TooComplex(f"{TOO_COMPLEX}: compiling it takes more than {self._timeout_s:.0f} seconds")
+        if not line and (monotonic() - began >= self._timeout_s or child.returncode == _OUT_OF_CPU_TIME):
+            raise TooComplex(f"{TOO_COMPLEX}: compiling it takes more than {self._cpu_s:.0f} seconds")
         return line
 
     def _end(self) -> None:

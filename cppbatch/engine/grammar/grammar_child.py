@@ -1,7 +1,8 @@
 """A program that compiles grammars in a separate process, where a crash is harmless. Reads and writes lines of JSON.
 
-In: `[field of SamplingParams, its text]`. Out: `{"definition": ...}`, the grammar in llguidance's format, or
-`{"error": ...}`. The vocabulary is 256 bytes: a grammar that explodes with it explodes with any vocabulary.
+In: `[field of SamplingParams, its text, its limit in CPU seconds]`. Out: `{}` when it is ready; then
+`{"definition": ...}`, the grammar in llguidance's format, or `{"error": ...}`. The vocabulary is 256 bytes: a grammar
+that explodes with it explodes with any vocabulary.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ def main() -> None:
         os.nice(10)
     _limit_memory()
     tokenizer = bytes_tokenizer()
+    print("{}", flush=True)
     for line in sys.stdin:
-        _set_alarm(12)  # a little more than the parent's `TIMEOUT_S`
-        answer = check(tokenizer, *json.loads(line))
-        _set_alarm(0)
+        field, text, cpu_s = json.loads(line)
+        _limit_cpu_time(cpu_s)
+        answer = check(tokenizer, field, text)
+        _limit_cpu_time(0)
         print(json.dumps(answer), flush=True)
 
 
@@ -63,10 +66,10 @@ def check(tokenizer: LLTokenizer, field: str, text: str) -> dict[str, str]:
         return {"error": str(error).replace(*_ADVICE)}
 
 
-def _set_alarm(seconds: int) -> None:
-    """Ends this process after this time, in case its parent died and cannot kill it; 0 cancels."""
-    if hasattr(signal, "alarm"):  # not on Windows
-        signal.alarm(seconds)
+def _limit_cpu_time(seconds: float) -> None:
+    """Ends this process (SIGPROF) when it has computed for this long; 0 cancels."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _definition_of_valid(tokenizer: LLTokenizer, field: str, text: str) -> str:

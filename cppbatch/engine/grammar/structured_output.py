@@ -19,7 +19,6 @@ from cppbatch.chat.lark_grammar import OF_TOOL, LazyGrammar
 from cppbatch.config import available_threads
 from cppbatch.engine.grammar.grammar_check import (
     QUICK_S,
-    TIMEOUT_S,
     TOO_COMPLEX,
     CheckFailed,
     GrammarChecker,
@@ -54,7 +53,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()  # str: why it was refused
         self._slow: set[tuple[str, str]] = set()  # grammars that wait for `_patient`
         self._lock = threading.Lock()
-        self._quick, self._patient = GrammarChecker(QUICK_S), GrammarChecker(TIMEOUT_S)
+        self._quick, self._patient = GrammarChecker(timeout_s=QUICK_S), GrammarChecker()
 
     def constraint(self, params: SamplingParams, *, patient: bool = True) -> Constraint | None:
         """A new constraint for a request; None: no grammar. Raises `InvalidRequest` for an invalid grammar, except a
