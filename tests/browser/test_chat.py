@@ -430,6 +430,16 @@ def test_conversations_are_kept_renamed_and_deleted(chat: Page) -> None:
     expect(listed).to_have_count(0)
 
 
+def test_a_conversation_that_cannot_be_deleted_from_the_browser_stays_in_the_list(chat: Page) -> None:
+    answer_with(chat, "Yes.")
+    ask(chat, "A question")
+    chat.evaluate("() => { IDBObjectStore.prototype.delete = () => { throw new Error('the disk is full'); }; }")
+    chat.get_by_role("button", name="This conversation", exact=True).click()
+    chat.get_by_role("menuitem", name="Delete").click()
+    expect(chat.get_by_text("The conversation could not be deleted: the disk is full")).to_be_visible()
+    expect(chat.locator(".conversation")).to_have_text(["A question"])
+
+
 def exported(page: Page, menu: str, item: str) -> Path:
     page.get_by_role("button", name=menu, exact=True).click()
     with page.expect_download() as download:

@@ -47,8 +47,8 @@ function send(text, media) {
   return true;
 }
 
-function erase(conversation) {
-  state.erase(conversation.id);
+async function erase(conversation) {
+  if (!await state.erase(conversation.id)) return;
   toast('Conversation deleted.', 'info', {label: 'Undo', act: () => state.import([conversation])});
 }
 

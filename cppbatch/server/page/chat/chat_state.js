@@ -171,10 +171,18 @@ class ChatState {
     if (conversations.length) this.select(conversations[0].id);
   }
 
+  /** Resolves to whether the conversation is gone, also from the browser's storage: only then it leaves the list. */
   erase(id) {
     this.stop(id);
-    this.#drop(id);
-    this.#turn((store) => store.erase(id)).then(() => OTHERS.postMessage({id}), () => {});
+    return this.#turn(async (store) => {
+      if (this.#isKept) await store.erase(id);
+      this.#drop(id);
+      OTHERS.postMessage({id});
+      return true;
+    }).catch((error) => {
+      toast(`The conversation could not be deleted: ${error.message}`, 'error');
+      return false;
+    });
   }
 
   eraseAll() {
