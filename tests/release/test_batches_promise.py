@@ -64,11 +64,11 @@ def test_a_batch_survives_kill_9_with_the_same_results(
     )
     batch_id = ""
     for kill in range(1, n_kills + 1):
-        server = start(tiny_llama, data)
+        server = start(tiny_llama, data, module="tests.support.paced_server")
         batch_id = batch_id or make_batch(client_of(server), work).id
         uploads = Uploads(server)
         end, n_done = time.monotonic() + rng.uniform(0, LONGEST_S), 0
-        while time.monotonic() < end and n_done <= n_items * kill // (n_kills + 1):  # else it might be over before
+        while time.monotonic() < end and n_done <= n_items * kill // (n_kills + 1):
             time.sleep(0.02)
             n_done = counts(client_of(server).batches.retrieve(batch_id)).completed
         done.append(n_done)
@@ -99,6 +99,6 @@ def test_a_batch_survives_kill_9_with_the_same_results(
         assert not different
 
 
-def start(model: Path, data: Path) -> ServerProcess:
+def start(model: Path, data: Path, module: str = "cppbatch") -> ServerProcess:
     arguments = ["-m", model, "-np", 8, "-c", 8192, "--data-dir", data, *FLOATS]
-    return ServerProcess(*map(str, arguments), in_group=True).wait_ready()
+    return ServerProcess(*map(str, arguments), in_group=True, module=module).wait_ready()
