@@ -337,7 +337,7 @@ def _report(
         columns=[*_COLUMNS, *(each for each in optional if any(row[each.key] is not None for row in rows))],
         rows=rows,
         notes=[
-            "bare: llama_decode alone with the same batch, in turns with the engine; ratios are medians over turns.",
+            "bare: llama_decode alone with the same batch, alternately with the engine; ratios are medians over turns.",
             "of ideal: the time of the same prompt tokens and rows in the bare loop, divided by that of the engine.",
             "not decode: the fraction of a step spent outside llama_decode.",
             *notes,

@@ -15,7 +15,7 @@ from cppbatch.engine.speculation.row_proposer import Row, RowProposer, Rows
 
 
 class _LaterHead(HeadProposer):
-    """The head of a later draft position. Of each sequence its cells hold the known tokens, from the model's hidden
+    """The head of a later draft position. For each sequence, its cells hold the known tokens, from the model's hidden
     rows, and those drafted before, from the hidden rows of the heads before it."""
 
     def __init__(
