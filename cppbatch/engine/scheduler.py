@@ -35,7 +35,7 @@ from cppbatch.engine.step_shape import StepShape
 _MAX_HEADROOM_CELLS = 32  # reserved for the growth of each running sequence when another one is admitted
 _LEAST_REST = 4  # a second prompt gets at least this part (1/4) of the step, or its own end: small ubatches cost most
 _MAX_SCORED_TOKENS = 64  # of a prompt per step if each gets a row of logits (192 KiB with a vocabulary of 49,152)
-_AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
+AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
 _FAIRNESS_FACTOR = 4.0  # how long shorter prompts may overtake a prompt, in multiples of its own prefill time
 _GUESSED_TURN_S, _TURN_WEIGHT = 0.5, 0.1  # seconds; weight of a new measurement
 
@@ -107,7 +107,7 @@ class Scheduler:
         request = sequence.request
         # Lower ranks run first. The sum has the effect of an ageing priority, but never changes.
         self._n_added += 1
-        sequence.rank = (request.priority + self._due_at(sequence) / _AGING_S, self._n_added)
+        sequence.rank = (request.priority + self._due_at(sequence) / AGING_S, self._n_added)
         insort(self.waiting, sequence, key=_rank)
         for limit in (request.timeout, request.queue_timeout):
             if limit is not None:
@@ -454,4 +454,4 @@ def _rank(sequence: Seq) -> tuple[float, int]:
 def _due(sequence: Seq, cost: StepCost) -> float:
     """The sort key of prompts: rank in seconds, plus four times the prefill time. Short prompts overtake long ones, but
     not indefinitely."""
-    return sequence.rank[0] * _AGING_S + _FAIRNESS_FACTOR * sequence.n_pending * cost.token_s(sequence.n_pending)
+    return sequence.rank[0] * AGING_S + _FAIRNESS_FACTOR * sequence.n_pending * cost.token_s(sequence.n_pending)

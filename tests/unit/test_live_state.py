@@ -126,6 +126,16 @@ def test_a_prefill_shows_its_progress_and_the_queue_its_order_and_length() -> No
     assert [each.priority for each in live.queue[:60]] == [1] * 60
 
 
+def test_the_queue_is_in_the_order_of_its_ranks_also_for_a_client_with_many_requests() -> None:
+    engine = fake_engine(n_ctx=64, n_batch=8, n_parallel=1)
+    for _ in range(3):
+        for client in ("busy", "busy", "other"):
+            engine.add_request([2] * 3, greedy(5), client=client)
+    ranks = [each.rank for each in engine.live().queue]
+    assert ranks == sorted(ranks, key=float)  # type: ignore[arg-type]
+    assert len(ranks) == 9
+
+
 def test_a_swapped_sequence_is_a_row_without_a_seq_id() -> None:
     engine = fake_engine(n_ctx=40, n_batch=32, n_parallel=2)
     for _ in range(2):

@@ -26,7 +26,7 @@ def choose_layout(config: EngineConfig, *, n_ctx_train: int, has_kv_cells: bool)
 def switches_layout(config: EngineConfig, *, has_kv_cells: bool) -> bool:
     """Whether the engine switches layouts at runtime (`LayoutPolicy`).
 
-    `has_kv_cells`: whether the model's memory consists only of KV cells.
+    `has_kv_cells`: whether the model keeps KV cells, also of windows, and no states.
     """
     is_free = config.kv_layout == "auto" and not config.deterministic
     return is_free and has_kv_cells and 1 < config.n_parallel <= config.n_ctx // CELL_STEP

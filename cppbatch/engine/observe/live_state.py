@@ -11,6 +11,7 @@ from cppbatch.config import KvLayout
 from cppbatch.engine.cells import Span, spans_of
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.observe.metrics import EngineParts
+from cppbatch.engine.scheduler import AGING_S
 from cppbatch.engine.sequence import Seq, SeqStatus
 
 MAX_QUEUE = 100
@@ -37,8 +38,8 @@ class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None
     """None: hidden, because the server's API keys may have their own priorities."""
     rank: float | None
-    """Position in the queue: `priority - age / 10`, so the difference between two sequences never changes. None: as for
-    `priority`."""
+    """Place in the queue, the lowest first: `priority - age / 10`, later for a client's further requests. The
+    difference between two sequences never changes. None: as for `priority`."""
     age: float
     """Seconds since arrival; for a queued sequence, its waiting time."""
     prompt_tokens: int
@@ -163,7 +164,7 @@ def _live_sequence(sequence: Seq, now: float) -> LiveSequence:
         state=_STATES[sequence.status],
         seq_id=sequence.seq_id if sequence.seq_id >= 0 else None,
         priority=request.priority,
-        rank=round(request.priority - age / 10, 4),
+        rank=round(sequence.rank[0] - now / AGING_S, 4),
         age=round(age, 3),
         prompt_tokens=sequence.n_prompt,
         cached_tokens=sequence.n_cached,
