@@ -462,7 +462,7 @@ def install(names: "list[str]") -> None:
     STAMP.unlink(missing_ok=True)  # a run that breaks off must not look finished
     say("Installing cppbatch and its dependencies")
     pip_install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if "dev" in names:  # each module is compiled when it is first imported: all of them take half of this install's time
+    if "dev" in names:  # modules are compiled when they are imported: all of them take half of this install's time
         pip_install.append("--no-compile")
     if wheel:
         run(*pip_install, "--force-reinstall", "--no-deps", wheel)

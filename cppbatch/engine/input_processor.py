@@ -65,7 +65,7 @@ class InputProcessor:
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
         self._is_closed = False
         self._readers = Counter[int]()  # the threads that read the vocabulary, with their calls
-        self._lock = threading.Lock()  # no Condition, whose lock stays held if Ctrl-C interrupts its `__enter__`
+        self._lock = threading.RLock()  # no Condition, whose lock stays held if Ctrl-C interrupts its `__enter__`
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

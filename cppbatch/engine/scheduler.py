@@ -11,6 +11,7 @@
 | which padding rows make a step faster | `StepShape.pad`, `_join_rows` |
 | which sequence moves so that decode rows are adjacent | `StepShape._close_gaps` |
 | which sizes of prompt pieces are computed fast | `StepShape.piece`, `whole_budget` |
+| which rest of a step is too small for a piece of another prompt | `_prefill` (`_LEAST_REST`) |
 | which padding rows prevent ubatches that are too small | `FixedRows._batch` |
 """
 
@@ -290,7 +291,7 @@ class Scheduler:
             else:
                 n_left = (min(end, sequence.prefill_stops[0]) if sequence.prefill_stops else end) - sequence.n_computed
                 n = min(budget, n_left, _MAX_SCORED_TOKENS if sequence.is_scored else n_left)
-                if prefill and n < min(n_left, least_rest):
+                if prefill and budget < min(n_left, least_rest):
                     continue
                 n = shape.piece(sequence, n, n_left, room, has_rows=n_decode > 0, most_whole=most_whole)
             if n > 0:

@@ -409,6 +409,17 @@ def test_a_grammar_is_not_given_up_because_other_programs_use_the_cores() -> Non
     checker.close()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there the time that passes is limited")
+def test_a_grammar_that_gets_no_core_is_not_said_to_be_too_complex() -> None:
+    checker = grammar_check.GrammarChecker(cpu_s=0.1, timeout_s=0.5)
+    checker.definition("guided_regex", "ready")
+    assert checker._child
+    os.kill(checker._child.pid, signal.SIGSTOP)
+    with pytest.raises(grammar_check.CheckFailed, match="other programs use the cores; try again"):
+        checker.definition("guided_regex", "continued")
+    checker.close()
+
+
 def test_a_child_that_has_died_since_the_last_look_at_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     checker = grammar_check.GrammarChecker()
     checker.definition("guided_regex", "ready")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cppbatch import BatchInferenceEngine
+from cppbatch import BatchInferenceEngine, GenerationRequest
 from cppbatch.config import Sharing
 from cppbatch.engine.observe.live_state import MAX_QUEUE, LiveCells
 from cppbatch.engine.sequence import SeqStatus
@@ -128,9 +128,9 @@ def test_a_prefill_shows_its_progress_and_the_queue_its_order_and_length() -> No
 
 def test_the_queue_is_in_the_order_of_its_ranks_also_for_a_client_with_many_requests() -> None:
     engine = fake_engine(n_ctx=64, n_batch=8, n_parallel=1)
-    for _ in range(3):
-        for client in ("busy", "busy", "other"):
-            engine.add_request([2] * 3, greedy(5), client=client)
+    for i, client in enumerate(("busy", "busy", "other") * 3):
+        request = GenerationRequest(id=str(i), prompt=[2] * 3, params=greedy(5), client=client)
+        engine.core.add(engine.core.make_sequence(request))
     ranks = [each.rank for each in engine.live().queue]
     assert ranks == sorted(ranks, key=float)  # type: ignore[arg-type]
     assert len(ranks) == 9

@@ -635,6 +635,15 @@ def test_a_scored_prompt_gets_no_more_rows_of_logits_for_a_tile_of_the_attention
     assert max(policy.step().n_tokens for _ in range(12)) <= 1 + 64
 
 
+def test_scored_prompts_share_a_step_that_has_room_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: 512)
+    monkeypatch.setattr(Seq, "is_scored", property(lambda _: True))
+    policy = Policy(n_ctx=4096, unified=False, step_tokens=512)
+    for i in range(4):
+        policy.add(f"prompt {i}", 300, max_new=1)
+    assert chunks(policy.step()) == {f"prompt {i}": 64 for i in range(4)}
+
+
 @pytest.mark.parametrize(("on_gpu", "has_drafts"), [(True, True), (True, False), (False, True)])
 def test_on_a_gpu_steps_with_and_without_drafts_in_turn_are_not_measured(on_gpu: bool, has_drafts: bool) -> None:
     """llama.cpp plans its graph again for each. Without drafts, the rows of most steps may differ."""

@@ -100,7 +100,7 @@ class Worker:
 
     def close(self) -> None:
         """Closes the engine, after `run`. Requests in preparation get no answer."""
-        self.engine.inputs.close()  # a grammar may take 10 s to compile
+        self.engine.inputs.close()  # a grammar may take half a minute to compile
         self._input_threads.close()  # these threads read the model
         self.engine.close()
 

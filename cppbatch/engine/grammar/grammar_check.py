@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -20,11 +21,12 @@ from cppbatch.errors import EngineClosed
 
 _CPU_S = 10.0
 QUICK_S = 1.0
+_START_S = 60.0
 TOO_COMPLEX = "is too complex"
 if sys.platform == "win32":  # has no limit for CPU time
     _TIMEOUT_S, _OUT_OF_CPU_TIME = _CPU_S, None
 else:  # a busy machine gives the child, at its low priority, a tenth of a core
-    _TIMEOUT_S, _OUT_OF_CPU_TIME = 60.0, -signal.SIGPROF
+    _TIMEOUT_S, _OUT_OF_CPU_TIME = 30.0, -signal.SIGPROF
 
 
 class SlowGrammar(Exception):
@@ -32,7 +34,7 @@ class SlowGrammar(Exception):
 
 
 class CheckFailed(Exception):
-    """The child process died, possibly not because of the grammar."""
+    """The child process died or was too slow, possibly not because of the grammar."""
 
 
 class TooComplex(ValueError):
@@ -49,6 +51,7 @@ class GrammarChecker:
     def __init__(self, cpu_s: float = _CPU_S, timeout_s: float = _TIMEOUT_S) -> None:
         self._cpu_s, self._timeout_s = cpu_s, timeout_s
         self._child: subprocess.Popen[str] | None = None
+        self._is_ready = False  # the child has made its imports
         self._closed = False
         self._lock = threading.Lock()  # held while the child reads a grammar
         self._starting = threading.Lock()  # so that none starts after `close` has looked for it
@@ -57,7 +60,8 @@ class GrammarChecker:
         """The grammar in llguidance's format. `field`: the field of `SamplingParams` with the grammar, `text`.
 
         Raises `ValueError` with the reason for an invalid grammar (`TooComplex` for one that takes too long),
-        `CheckFailed` if the child died twice, `EngineClosed`, also if `close` is called meanwhile.
+        `CheckFailed` if the child died twice or the cores are busy, `EngineClosed` if `close` was called, also
+        meanwhile.
         """
         with self._lock:
             line = self._ask(field, text) or self._ask(field, text)
@@ -77,32 +81,36 @@ class GrammarChecker:
         with self._starting:
             if self._closed:
                 raise EngineClosed("the engine is closed")
+            if self._child is None or self._child.poll() is not None:
+                self._is_ready = False
+                self._child = _start()
             child = self._child
-            if is_new := child is None or child.poll() is not None:
-                child = self._child = _start()
         assert child.stdin
         assert child.stdout
-        timer = threading.Timer(self._timeout_s, child.kill)
         try:
-            if is_new:  # on a busy machine its imports can take longer than a grammar may
-                child.stdout.readline()
+            if not self._is_ready:  # on a busy machine its imports can take longer than a grammar may
+                with _killed_after(child, _START_S):
+                    self._is_ready = bool(child.stdout.readline())
             began = monotonic()
-            timer.start()
-            child.stdin.write(json.dumps([field, text, self._cpu_s]) + "\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
+            with _killed_after(child, self._timeout_s):
+                child.stdin.write(json.dumps([field, text, self._cpu_s]) + "\n")
+                child.stdin.flush()
+                line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
         except BaseException:  # Ctrl-C: its answer would be mistaken for that to the next grammar
             self._end()
             raise
-        finally:
-            timer.cancel()
-        if not line:
-            self._end()
-        if not line and (monotonic() - began >= self._timeout_s or child.returncode == _OUT_OF_CPU_TIME):
+        if line:
+            return line
+        self._end()
+        is_late = monotonic() - began >= self._timeout_s
+        if child.returncode == _OUT_OF_CPU_TIME or (is_late and self._timeout_s <= self._cpu_s):
             raise TooComplex(f"{TOO_COMPLEX}: compiling it takes more than {self._cpu_s:.0f} seconds")
-        return line
+        if is_late:
+            message = f"was not compiled within {self._timeout_s:.0f} seconds: other programs use the cores; try again"
+            raise CheckFailed(message)
+        return ""
 
     def _end(self) -> None:
         if self._child:
@@ -118,6 +126,16 @@ class GrammarChecker:
                 child.kill()
         with self._lock:
             self._end()
+
+
+@contextlib.contextmanager
+def _killed_after(child: subprocess.Popen[str], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, child.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _start() -> subprocess.Popen[str]:
