@@ -192,7 +192,7 @@ export function useStored(name, initial) {
       return initial;
     }
   });
-  useEffect(() => {
+  useLayoutEffect(() => { // before what is stored is seen: an effect comes after the next frame, which a reload prevents
     try {
       localStorage.setItem(`cppbatch.${name}`, JSON.stringify(value));
     } catch { /* storage is full or forbidden: the value lasts as long as this page */ }

@@ -1,7 +1,7 @@
 // @ts-check
 // Where the next message is written, and files are attached to it: chosen, pasted, or dropped anywhere on the tab. onSend returns
 // whether it has taken the message. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
-import {Button, html, lazy, toast, useEffect, useRef, useState} from '../components.js';
+import {Button, html, lazy, toast, useEffect, useLayoutEffect, useRef, useState} from '../components.js';
 
 const ContextMeter = lazy(() => import('./context_meter.js').then((module) => module.ContextMeter));
 const Media = lazy(() => import('./media_list.js').then((module) => module.Media));
@@ -61,7 +61,7 @@ export function Composer({conversationId, isRunning, active, modalities, used, l
     setOver(event.type === 'dragover');
     if (event.type === 'drop') attach([...event.dataTransfer.files]);
   };
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!active) return undefined;
     const types = ['dragover', 'dragleave', 'drop'];
     types.forEach((type) => addEventListener(type, onDrag));
