@@ -64,6 +64,7 @@ def reference(template: ChatTemplate, conversation: Conversation) -> str | None:
     return text
 
 
+@pytest.mark.nightly  # transformers takes seconds to import
 @pytest.mark.timeout(900)  # the first test on a machine fetches the templates
 @pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 def test_a_conversation_is_rendered_as_transformers_renders_it(

@@ -20,6 +20,7 @@ def there() -> list[ServerFlag]:
     return read_flags(server_readme())
 
 
+@pytest.mark.nightly  # it changes only with the page and with the pinned version
 def test_the_page_sorts_all_flags_of_the_pinned_llama_server(there: list[ServerFlag]) -> None:
     assert len(there) > 250
     found = sort_flags(there)

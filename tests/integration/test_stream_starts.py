@@ -4,7 +4,7 @@ wait for headers or bytes give up while a long prompt waits or is computed."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import perf_counter
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cppbatch import EngineProcess, LocalEngine
+from cppbatch import EngineConfig, EngineProcess, LocalEngine
 from cppbatch.server.settings import ServerSettings
+from tests.support.failing_runtimes import paced
 from tests.support.http_client import Http, http_to
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,8 +37,12 @@ STREAMS: dict[str, dict[str, Any]] = {
     params=[LocalEngine, EngineProcess], ids=["in this process", "in a worker"], scope="module", loop_scope="module"
 )
 async def http(request: pytest.FixtureRequest, tiny_llama: Path) -> AsyncIterator[Http]:
-    settings = ServerSettings(aliases=("tiny",))
-    async with request.param(tiny_llama, **SIZES) as engine, http_to(engine, settings) as client:
+    config = EngineConfig(str(tiny_llama), **SIZES)
+    engines: dict[object, Callable[[], Any]] = {
+        LocalEngine: lambda: LocalEngine(config, runtime=paced(config, lambda _: True)),
+        EngineProcess: lambda: EngineProcess(config, runtime="tests.support.failing_runtimes:paced"),
+    }
+    async with engines[request.param]() as engine, http_to(engine, ServerSettings(aliases=("tiny",))) as client:
         yield client
 
 
