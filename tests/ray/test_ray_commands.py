@@ -238,7 +238,7 @@ def test_a_joined_cluster_continues(tiny_llama: Path, ray_head: tuple[str, str])
         assert [row[1] for row in replica_rows(status.stdout)] == ["RUNNING"]
         down = command("ray", "down")
         assert (down.returncode, down.stderr) == (0, "")
-        assert f"the replicas have ended; the Ray cluster at {address} goes on\n" in down.stdout
+        assert f"the replicas have ended; the Ray cluster at {address} keeps running\n" in down.stdout
         assert command("ray", "status").stdout == "this user has no `cppbatch serve --ray` running on this machine\n"
 
 
