@@ -446,7 +446,7 @@ async def test_closing_an_engine_on_a_thread_does_not_wait_for_a_grammar_that_is
 async def test_requests_do_not_wait_for_slow_grammars_of_others(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured_output, "QUICK_S", 0.5)
+    monkeypatch.setattr(structured_output, "QUICK_S", 0.3)
     ended: list[str] = []
 
     async def answer(name: str, **fields: Any) -> GenerationEvent:
@@ -461,7 +461,7 @@ async def test_requests_do_not_wait_for_slow_grammars_of_others(
         await engine.loaded()
         slow = [
             asyncio.create_task(answer(name, json_schema={"type": "integer", "multipleOf": n}))
-            for name, n in {"slow": 149_993, "expires": 149_989}.items()
+            for name, n in {"slow": 74_993, "expires": 74_989}.items()
         ]
         await asyncio.sleep(0.1)
         await answer("quick", guided_choice=["a quick one"])
