@@ -88,10 +88,11 @@ VALUES = {"llama 135M BF16", "Answer in one word.", "cells 85.83 GiB, compute 3.
 
 
 @functools.cache
-def templates() -> tuple[tuple[str, ...], ...]:
-    """The texts that have words, each as the parts around its values, including those of %d and %s."""
+def templates() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The texts that have words, each as the parts around its values, including those of %d and %s, after the longest
+    of these parts, which few texts have."""
     split = (tuple(re.split(r"\{\}|%[.\d]*[sdfg]", text)) for text in texts_of_the_program())
-    return tuple(parts for parts in split if any(map(PROSE.search, parts)))
+    return tuple((max(parts, key=len), parts) for parts in split if any(map(PROSE.search, parts)))
 
 
 @functools.cache
@@ -105,7 +106,7 @@ def is_known(text: str) -> bool:
     """Whether a text has no words, is one of the program's, or consists of such texts."""
     if text in VALUES or not PROSE.search(FLAGS.sub("", text)):
         return True
-    return any(all(part in text for part in parts) and fits(parts, text) for parts in templates()) or any(
+    return any(longest in text and fits(parts, text) for longest, parts in templates()) or any(
         separator in text and all(map(is_known, text.split(separator))) for separator in separators()
     )
 
