@@ -57,7 +57,8 @@ def test_strategies_are_compared_at_several_numbers_of_sequences_with_waits_and_
         assert row["cpu_percent"]["median"] >= 0
         assert (row["padding_percent"]["median"] > 0) == (row["strategy"] == "static-padded")
     assert found[8, "continuous"]["mean_rows"]["median"] > found[3, "continuous"]["mean_rows"]["median"] > 1
-    assert found[8, "sequential"]["wait_p50"]["median"] > found[8, "continuous"]["wait_p50"]["median"]
+    waited = {name: found[8, name]["wait_p50"]["median"] / found[8, name]["latency_p95"]["median"] for _, name in found}
+    assert waited["sequential"] > waited["continuous"], "of its own time: other programs may slow one of them"
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
