@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 _N_CHECKS = 20  # heartbeat checks within the timeout
 _STOP_S = 10.0  # to close the engine
-_MAX_PREPARATION_S = 60.0  # without progress: twice what compiling a grammar may take
+_MAX_PREPARATION_S = 60.0  # without progress: twice what one attempt to compile a grammar may take
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
 """Signals that a worker never sends to itself. The kernel sends SIGKILL too (out of memory), and counts that."""
 _KERNEL_COUNTERS = Path("/proc/vmstat")

@@ -176,7 +176,7 @@ class ChatState {
     this.stop(id);
     return this.#turn(async (store) => {
       if (this.#isKept) await store.erase(id);
-      this.stop(id);
+      this.stop(id); // an answer that began meanwhile
       this.#drop(id);
       OTHERS.postMessage({id});
       return true;

@@ -101,4 +101,5 @@ const Queue = ({queue, waiting}) => (waiting ? html`
     <b>#${number}</b> waits ${seconds(age)}, ${plural(prompt, 'prompt token')}${priority ? `, priority ${priority}` : ''
     }${rank === null ? '' : `, rank ${fixed(rank, 2)}`}</li>`)}</ol>
   <p class="hint">${waiting > SHOWN && `and ${count(waiting - SHOWN)} more. `}The lowest rank runs
-    next: priority minus a tenth of the seconds waited, later for a client's further requests.</p>` : html`<p class="hint">No requests are waiting.</p>`);
+    next: priority minus a tenth of the seconds waited, later for a client's further requests.</p>`
+  : html`<p class="hint">No requests are waiting.</p>`);
